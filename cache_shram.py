@@ -1,0 +1,544 @@
+"""Caches of SHRAM: a sliding window and the routed heads' histories, one pair per decoder layer.
+
+Shapes: B rows, T tokens in this call, H local heads, L routed heads, A head width, W window, C slots of one routed
+head (fixed policy), R retained window entries, S slots of one row (growing policy), P entries: one per real token and
+head it chose, G groups: the (row, head) pairs that got an entry.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+# A growing slab gives each head this share of free slots when it moves, and at least this many.
+GROWTH_SHARE = 8
+GROWTH_SLOTS = 8
+
+
+class RowState:
+    """State whose tensors all have the batch row first, so that every lifecycle call is one loop that forgets none."""
+
+    row_tensors: tuple[str, ...]
+    other_state: tuple[str, ...]
+    keys: Tensor
+    device: torch.device | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        raise NotImplementedError
+
+    def allocate(self, batch_size: int, device, dtype) -> None:
+        """Make the state of an empty cache."""
+        raise NotImplementedError
+
+    def map_rows(self, change) -> None:
+        for name in self.row_tensors:
+            setattr(self, name, change(getattr(self, name)))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row `beam_idx[i]` was."""
+        self.map_rows(lambda state: state.index_select(0, beam_idx.to(state.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.map_rows(lambda state: state[indices.to(state.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map_rows(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def offload(self) -> None:
+        self.map_rows(lambda state: state.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self.map_rows(lambda state: state.to(self.device, non_blocking=True))
+
+    def snapshot(self) -> dict:
+        """References that `restore` puts back: live entries are never overwritten in place, so nothing is copied."""
+        return {name: getattr(self, name) for name in (*self.row_tensors, *self.other_state)}
+
+    def restore(self, state: dict) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def num_bytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return sum(getattr(self, name).nbytes for name in self.row_tensors)
+
+    def adopt(self, num_rows: int, new: Tensor) -> None:
+        """Take rows, dtype and device from the first write; refuse other rows later."""
+        rows_held, kind_held = self.keys.shape[0], (self.keys.dtype, self.keys.device)
+        if (rows_held, *kind_held) == (num_rows, new.dtype, new.device):
+            return
+        if self.is_empty:
+            self.allocate(num_rows, new.device, new.dtype)
+        elif rows_held != num_rows:
+            raise ValueError(f"the cache holds batch_size={rows_held} rows, got {num_rows} rows")
+        else:
+            self.map_rows(lambda state: state.to(new.device, new.dtype if state.is_floating_point() else None))
+
+
+class Composite:
+    """Lifecycle calls that go to every part, so that none can be forgotten."""
+
+    @property
+    def parts(self) -> tuple:
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        for part in self.parts:
+            part.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row `beam_idx[i]` was."""
+        for part in self.parts:
+            part.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for part in self.parts:
+            part.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        for part in self.parts:
+            part.batch_select_indices(indices)
+
+    def snapshot(self) -> list:
+        """What `restore` needs to undo later writes; costs no copy."""
+        return [part.snapshot() for part in self.parts]
+
+    def restore(self, state: list) -> None:
+        for part, part_state in zip(self.parts, state, strict=True):
+            part.restore(part_state)
+
+    def num_bytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return sum(part.num_bytes() for part in self.parts)
+
+
+class LocalSlidingWindowLayerCache(RowState):
+    """The last W - 1 real tokens of each row, for the local path of one layer.
+
+    State: `keys`, `values` (B, H, R, A), right-aligned, R = max(W - 1, 1), more while past is recorded; `alive` (B, R)
+    bool, what lies under False is never read; `positions` (B, R) int64, place of the entry in its row, padding
+    counted; `num_real_tokens` (B,) int64 and `num_tokens` int, tokens seen without and with padding; `_num_sure` int,
+    a lower bound of the first that needs no look at the tensor.
+    """
+
+    row_tensors = ("keys", "values", "alive", "positions", "num_real_tokens")
+    other_state = ("num_tokens", "_num_sure")
+
+    def __init__(self, sliding_window, num_heads, head_dim, batch_size, device, *, dtype=None):
+        self.sliding_window, self.num_heads, self.head_dim = sliding_window, num_heads, head_dim
+        self.record_past = False
+        self.allocate(batch_size, device, dtype)
+
+    def allocate(self, batch_size, device, dtype) -> None:
+        num_slots = max(self.sliding_window - 1, 1)
+        shape = (batch_size, self.num_heads, num_slots, self.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.device = self.keys.device
+        self.alive = torch.zeros(batch_size, num_slots, dtype=torch.bool, device=device)
+        self.positions = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device)
+        self.num_real_tokens = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.num_tokens = self._num_sure = 0
+
+    @property
+    def window_positions(self) -> Tensor:
+        """(B, W-1) places in their rows of the entries that the next chunk attends to, padding counted."""
+        return self.positions[:, self.positions.shape[1] - (self.sliding_window - 1) :]
+
+    @property
+    def is_empty(self) -> bool:
+        return self.num_tokens == 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen since the last reset, padding included."""
+        return self.num_tokens
+
+    def update(
+        self, keys: Tensor, values: Tensor, mask: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a chunk and return what it attends to: the W - 1 entries before it, then the chunk as given.
+
+        Args:
+            keys, values: (B, H, T, A).
+            mask: (B, T) bool, True for real tokens; None when all are.
+            positions: (B, T) int64 place of each token in its row, padding counted; None continues the count.
+        Returns:
+            keys, values (B, H, W-1+T, A), and alive (B, W-1+T) bool.
+        """
+        self.adopt(keys.shape[0], keys)
+        num_rows, num_new = keys.shape[0], keys.shape[2]
+        if positions is None:
+            positions = torch.arange(self.num_tokens, self.num_tokens + num_new, device=keys.device)
+            positions = positions.expand(num_rows, -1)
+        alive = torch.ones(num_rows, num_new, dtype=torch.bool, device=keys.device) if mask is None else mask
+        first = self.keys.shape[2] - (self.sliding_window - 1)
+        past_keys, past_values = self.keys, self.values
+        if self._num_sure < self.keys.shape[2]:  # dead slots may hold anything, and even masked, 0 * nan is nan
+            dead = ~self.alive[:, None, :, None]
+            past_keys, past_values = past_keys.masked_fill(dead, 0), past_values.masked_fill(dead, 0)
+        keys = torch.cat([past_keys, keys], dim=2)
+        values = torch.cat([past_values, values], dim=2)
+        seen = torch.cat([self.alive, alive], dim=1)
+        positions = torch.cat([self.positions, positions], dim=1)
+        num_kept = seen.shape[1] if self.record_past else max(self.sliding_window - 1, 1)
+        self._retain(keys.detach(), values.detach(), seen, positions, num_kept, in_order=mask is None)
+        self.num_real_tokens = self.num_real_tokens + alive.sum(dim=1)
+        self.num_tokens += num_new
+        self._num_sure += num_new if mask is None else 0
+        return keys[:, :, first:], values[:, :, first:], seen[:, first:]
+
+    def _retain(self, keys, values, alive, positions, num_kept, in_order) -> None:
+        """Keep the last `num_kept` live entries of every row, right-aligned, in storage of their own."""
+        if in_order:
+            first = alive.shape[1] - num_kept
+            self.keys, self.values = keys[:, :, first:].clone(), values[:, :, first:].clone()
+            self.alive, self.positions = alive[:, first:].clone(), positions[:, first:].clone()
+            return
+        order = alive.int().argsort(dim=1, stable=True)[:, alive.shape[1] - num_kept :]
+        index = order[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+        self.keys, self.values = keys.gather(2, index), values.gather(2, index)
+        self.alive, self.positions = alive.gather(1, order), positions.gather(1, order)
+
+    def crop_to(self, num_tokens: int) -> None:
+        """Forget all but the first `num_tokens` tokens; trims a recorded past to the window.
+
+        Raises:
+            RuntimeError: entries that the shorter window needs are gone; nothing was changed.
+        """
+        kept = self.alive & (self.positions < num_tokens)
+        num_real_tokens = self.num_real_tokens - (self.alive.sum(dim=1) - kept.sum(dim=1))
+        num_left = kept.sum(dim=1)
+        # with none left, older dropped tokens may have been real or padding: that is known only if none was evicted
+        known = (num_left > 0) | (self.alive.sum(dim=1) == self.num_real_tokens)
+        enough = num_left >= num_real_tokens.clamp(max=self.sliding_window - 1)
+        if not bool((known & enough).all()):
+            raise RuntimeError(
+                f"cannot crop the cache from {self.num_tokens} to {num_tokens} tokens: the sliding window has dropped "
+                "entries it would need; call activate_past_recording() before the forward to be rolled back"
+            )
+        self._retain(self.keys, self.values, kept, self.positions, max(self.sliding_window - 1, 1), in_order=False)
+        self.num_real_tokens = num_real_tokens
+        self._num_sure = max(0, self._num_sure - (self.num_tokens - num_tokens))
+        self.num_tokens = num_tokens
+
+    def reset(self) -> None:
+        self.allocate(self.keys.shape[0], self.keys.device, self.keys.dtype)
+
+
+class MoSRAHCache(RowState):
+    """Append-only keys and values of every (row, head) of the routed path of one layer.
+
+    State: `keys`, `values`: one slab of slots per row, (B, L, C, A) under the fixed policy and (B, S, A) under the
+    growing one; `token_positions` of the same slots, int32, place of the entry's token in its row, padding counted;
+    `offsets`, `capacities`, `counts` (B, L) int64: a head owns the slots offset to offset + capacity of its row, the
+    first `count` of them live, in token order. What lies beyond a count is never read.
+    """
+
+    row_tensors = ("keys", "values", "token_positions", "offsets", "capacities", "counts")
+    other_state = ("_num_free",)
+
+    def __init__(
+        self,
+        num_mosrah_heads,
+        head_dim,
+        batch_size,
+        device,
+        mosrah_cache_length,
+        *,
+        dtype=None,
+        growing=False,
+        layer_idx=0,
+    ):
+        self.num_mosrah_heads, self.head_dim = num_mosrah_heads, head_dim
+        self.mosrah_cache_length = mosrah_cache_length
+        self.growing, self.layer_idx = growing, layer_idx
+        self.allocate(batch_size, device, dtype)
+
+    def allocate(self, batch_size, device, dtype) -> None:
+        num_slots = 0 if self.growing else self.mosrah_cache_length
+        shape = (0,) if self.growing else (self.num_mosrah_heads, num_slots)
+        self.keys = torch.zeros(batch_size, *shape, self.head_dim, device=device, dtype=dtype)
+        self.values = torch.zeros_like(self.keys)
+        self.device = self.keys.device
+        self.token_positions = torch.zeros(batch_size, *shape, device=device, dtype=torch.int32)
+        self.counts = torch.zeros(batch_size, self.num_mosrah_heads, dtype=torch.int64, device=device)
+        self.capacities = torch.full_like(self.counts, num_slots)
+        self.offsets = self.capacities.cumsum(dim=1) - self.capacities
+        self._num_free = num_slots  # a lower bound, kept on the host so that most appends need not look
+
+    @property
+    def is_empty(self) -> bool:
+        return not bool(self.counts.any())
+
+    @property
+    def num_row_slots(self) -> int:
+        return self.token_positions[:1].numel()
+
+    def get_heads_lengths(self) -> Tensor:
+        """Entries of every head, (B, L) int64: a value, not a view."""
+        return self.counts.clone()
+
+    def history(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """A copy of one head's live keys and values, each (n, A)."""
+        first = row * self.num_row_slots + int(self.offsets[row, head])
+        live = slice(first, first + int(self.counts[row, head]))
+        return self.keys.view(-1, self.head_dim)[live].clone(), self.values.view(-1, self.head_dim)[live].clone()
+
+    def update(self, keys: Tensor, values: Tensor, packing, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Append the chunk's entries and return where its groups find all their keys.
+
+        Args:
+            keys, values: (P, A) in the order of `packing` (see `attention_shram.Packing`).
+            positions: (P,) place of each entry's token in its row, padding counted.
+        Returns:
+            keys, values (slots, A), and each group's first slot and number of slots, (G,) int64. Entries that carry a
+            gradient are composed with the history out of place; otherwise the slab itself is read.
+        Raises:
+            ValueError: a head of a fixed cache has too few slots; nothing was changed.
+        """
+        self.adopt(packing.num_rows, keys)
+        composed = None
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            composed = self._compose(keys, values, packing)
+        self._append(keys.detach(), values.detach(), packing, positions)
+        if composed is not None:
+            return composed
+        return self.keys.view(-1, self.head_dim), self.values.view(-1, self.head_dim), *self.slots_of(packing)
+
+    def slots_of(self, packing) -> tuple[Tensor, Tensor]:
+        """First slot (in all rows' slots) and live entries of every group, each (G,) int64."""
+        where = packing.group_row, packing.group_head
+        return packing.group_row * self.num_row_slots + self.offsets[where], self.counts[where]
+
+    def _append(self, keys, values, packing, positions) -> None:
+        incoming = torch.zeros_like(self.counts)
+        incoming[packing.group_row, packing.group_head] = packing.group_length
+        self._reserve(incoming, packing.num_tokens)
+        row, head = packing.group_row[packing.group], packing.group_head[packing.group]
+        slots = row * self.num_row_slots + (self.offsets + self.counts)[row, head] + packing.rank
+        self.keys.view(-1, self.head_dim).index_copy_(0, slots, keys)
+        self.values.view(-1, self.head_dim).index_copy_(0, slots, values)
+        self.token_positions.view(-1).index_copy_(0, slots, positions.to(torch.int32))
+        self.counts = self.counts + incoming
+
+    def _compose(self, keys, values, packing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """History and chunk of every group, one after the other, in new storage through which gradients flow."""
+        stored, history = self.slots_of(packing)
+        lengths = history + packing.group_length
+        first_slots = lengths.cumsum(0) - lengths
+        group = torch.arange(len(lengths), device=keys.device).repeat_interleave(lengths)
+        rank = torch.arange(len(group), device=keys.device) - first_slots[group]
+        new = self.keys.view(-1, self.head_dim).shape[0] + packing.group_start - history
+        source = torch.where(rank < history[group], stored[group], new[group]) + rank
+        keys = torch.cat([self.keys.view(-1, self.head_dim), keys]).index_select(0, source)
+        values = torch.cat([self.values.view(-1, self.head_dim), values]).index_select(0, source)
+        return keys, values, first_slots, lengths
+
+    def _reserve(self, incoming: Tensor, most: int) -> None:
+        """Make room for `incoming` (B, L) entries, at most `most` a head, or refuse before anything is written."""
+        if most > self._num_free:
+            need = self.counts + incoming
+            if bool((need > self.capacities).any()):
+                if not self.growing:
+                    self._refuse(need)
+                self._move(need)
+            self._num_free = int((self.capacities - self.counts).amin()) if self.counts.numel() else 0
+        self._num_free -= most
+
+    def _refuse(self, need: Tensor) -> None:
+        row, head = divmod(int((need - self.capacities).argmax()), self.num_mosrah_heads)
+        raise ValueError(
+            f"the fixed routed cache of layer {self.layer_idx} is full: head {head} has capacity "
+            f"{int(self.capacities[row, head])} and would need {int(need[row, head])} (row {row}); raise "
+            "mosrah_overallocation_factor or use the growing cache"
+        )
+
+    def _move(self, need: Tensor) -> None:
+        """Give every head room for `need` (B, L) entries and a share to grow, and move the live entries there."""
+        capacities = need + (need // GROWTH_SHARE).clamp(min=GROWTH_SLOTS)
+        ends = capacities.cumsum(dim=1)
+        offsets = ends - capacities
+        slots = torch.arange(int(ends[:, -1].amax()), device=need.device).expand(need.shape[0], -1).contiguous()
+        head = torch.searchsorted(ends, slots, right=True).clamp(max=self.num_mosrah_heads - 1)
+        rank = slots - offsets.gather(1, head)
+        live = rank < self.counts.gather(1, head)
+        source = (self.offsets.gather(1, head) + rank).where(live, 0)
+        if self.num_row_slots:
+            index = source[..., None].expand(-1, -1, self.head_dim)
+            self.keys, self.values = self.keys.gather(1, index), self.values.gather(1, index)
+            self.token_positions = self.token_positions.gather(1, source)
+        else:
+            self.keys = self.keys.new_zeros(*slots.shape, self.head_dim)
+            self.values = self.values.new_zeros(*slots.shape, self.head_dim)
+            self.token_positions = self.token_positions.new_zeros(slots.shape)
+        self.capacities, self.offsets = capacities, offsets
+
+    def crop_to(self, num_tokens: int) -> None:
+        """Forget the entries of all but the first `num_tokens` tokens of every row."""
+        rank = torch.arange(int(self.counts.amax()) if self.counts.numel() else 0, device=self.counts.device)
+        live = rank < self.counts[..., None]
+        slots = (self.offsets[..., None] + rank).where(live, 0).flatten(1)
+        positions = self.token_positions.flatten(1).gather(1, slots).view_as(live)
+        self.counts = (live & (positions < num_tokens)).sum(dim=-1)
+
+    def reset(self) -> None:
+        self.counts = torch.zeros_like(self.counts)
+        self._num_free = int(self.capacities.amin()) if self.capacities.numel() else 0
+
+
+class ShramLayerCache(Composite, CacheLayerMixin):
+    """Window and routed caches of one decoder layer; each is updated by its own path, never together."""
+
+    is_compileable = True
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(
+        self, config, batch_size, device, *, dtype=None, growing=False, layer_idx=0, mosrah_cache_length=None, **kwargs
+    ):
+        super().__init__()
+        self.sliding_window_cache = LocalSlidingWindowLayerCache(
+            config.window_size, config.num_sliding_window_heads, config.head_dim, batch_size, device, dtype=dtype
+        )
+        self.mosrah_cache = MoSRAHCache(
+            config.num_mosrah_heads,
+            config.head_dim,
+            batch_size,
+            device,
+            mosrah_cache_length or config.mosrah_cache_length,
+            dtype=dtype,
+            growing=growing,
+            layer_idx=layer_idx,
+        )
+        self.inference_sequence_length = config.inference_sequence_length
+        if growing:
+            self.is_compileable = False
+
+    @property
+    def parts(self) -> tuple[LocalSlidingWindowLayerCache, MoSRAHCache]:
+        """The window first: it alone may refuse a crop, and must do so before anything is written."""
+        return self.sliding_window_cache, self.mosrah_cache
+
+    @property
+    def is_initialized(self) -> bool:
+        return all(part.keys is not None for part in self.parts)
+
+    @is_initialized.setter
+    def is_initialized(self, value) -> None:
+        """Ignored: the parts allocate when they are constructed."""
+
+    @property
+    def record_past(self) -> bool:
+        return self.sliding_window_cache.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.sliding_window_cache.record_past = value
+
+    def activate_past_recording(self) -> None:
+        """Keep what leaves the window until the next `crop`, so that it can come back."""
+        self.record_past = True
+
+    def lazy_initialization(self, key_states=None, value_states=None) -> None:
+        """Nothing to do: the parts allocate when they are constructed."""
+
+    def update(self, *args, **kwargs):
+        raise NotImplementedError(
+            "ShramLayerCache has no joint update: the paths write `sliding_window_cache` and `mosrah_cache` themselves"
+        )
+
+    def get_seq_length(self, *args) -> int:
+        """Tokens seen since the last reset, padding included."""
+        return self.sliding_window_cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return self.inference_sequence_length
+
+    get_max_cache_shape = get_max_length  # its name up to Transformers 5.12
+
+    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+        return self.inference_sequence_length, 0
+
+    def crop(self, n: int) -> None:
+        """Keep the first n tokens (n > 0), take back the last -n (n < 0), or only trim a recorded past (n = 0).
+
+        Raises:
+            RuntimeError: the cache has not seen so many tokens, or its window no longer has what it would need.
+        """
+        n, num_tokens = int(n), self.get_seq_length()
+        target = min(n, num_tokens) if n > 0 else num_tokens + n
+        if target < 0:
+            raise RuntimeError(f"cannot take back {-n} tokens: the cache has seen {num_tokens}")
+        for part in self.parts:
+            part.crop_to(target)
+
+    def offload(self) -> None:
+        for part in self.parts:
+            part.offload()
+
+    def prefetch(self) -> None:
+        for part in self.parts:
+            part.prefetch()
+
+
+class ShramCache(Composite, Cache):
+    """The cache of a SHRAM model: one `ShramLayerCache` per decoder layer.
+
+    Args:
+        config: the model's `ShramConfig`.
+        batch_size, device, dtype: what to allocate for; an empty cache follows its first write instead.
+        growing: slots of routed heads are added as needed (default); False allocates `mosrah_cache_length` a head.
+        max_length: with `growing=False`, tokens to serve instead of `config.inference_sequence_length`.
+    """
+
+    is_shram_cache = True  # a marker, since the loader may import this class twice
+
+    def __init__(self, config, batch_size=None, device=None, *, dtype=None, growing=True, max_length=None):
+        slots = None if max_length is None else config.mosrah_slots_for(max_length)
+        layers: list = [
+            ShramLayerCache(
+                config,
+                batch_size or 0,
+                device,
+                dtype=dtype,
+                growing=growing,
+                layer_idx=layer_idx,
+                mosrah_cache_length=slots,
+            )
+            for layer_idx in range(config.num_hidden_layers)
+        ]
+        super().__init__(layers=layers)
+
+    @property
+    def parts(self) -> tuple[ShramLayerCache, ...]:
+        return tuple(self.layers)  # pyrefly: ignore[bad-return]
+
+    @property
+    def batch_size(self) -> int:
+        return self.parts[0].mosrah_cache.counts.shape[0]
+
+    @property
+    def num_real_tokens(self) -> Tensor:
+        """Tokens seen without padding, (B,) int64."""
+        return self.parts[0].sliding_window_cache.num_real_tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen since the last reset, padding included."""
+        return self.parts[layer_idx].get_seq_length()
+
+    def update(self, *args, **kwargs):
+        raise NotImplementedError("ShramCache has no joint update: each path of a layer writes its own part")
+
+    def crop(self, n: int) -> None:
+        """Keep the first n tokens (n > 0), take back the last -n (n < 0), or only trim a recorded past (n = 0)."""
+        for layer in self.parts:
+            layer.crop(n)
+
+    def activate_past_recording(self) -> None:
+        """Keep what leaves the windows until the next `crop`; valid before any forward that may be rolled back."""
+        for layer in self.parts:
+            layer.activate_past_recording()
+
+
+__all__ = ["LocalSlidingWindowLayerCache", "MoSRAHCache", "ShramCache", "ShramLayerCache"]
