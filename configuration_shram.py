@@ -4,7 +4,12 @@ import difflib
 import math
 from numbers import Real
 
+import transformers
 from transformers import PretrainedConfig
+
+OLDEST_TRANSFORMERS = (4, 57)
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST_TRANSFORMERS:
+    raise ImportError(f"SHRAM needs transformers >= 4.57.6, found {transformers.__version__}")
 
 # Largest value of every size: far above any real model, low enough to stop a typing error before it allocates.
 LARGEST_SIZE = {

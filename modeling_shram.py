@@ -83,7 +83,7 @@ def check_inputs(input_ids, inputs_embeds, config) -> tuple[int, int, torch.devi
 
 
 def check_cache_room(cache, num_rows: int, num_tokens: int, config) -> None:
-    num_past = cache.get_seq_length()
+    num_past = 0 if cache is None else cache.get_seq_length()
     if num_past and cache.batch_size != num_rows:
         raise ValueError(f"The cache holds batch_size={cache.batch_size} rows, the input has {num_rows}")
     if num_past + num_tokens > config.inference_sequence_length:
@@ -120,6 +120,7 @@ class Layout(NamedTuple):
     rows: TokenRows
     take: Tensor | None
     give_back: Tensor | None
+    is_packed: bool = False
 
     def justify(self, x: Tensor) -> Tensor:
         return x if self.take is None else x.flatten(0, 1)[self.take]
@@ -191,7 +192,8 @@ def split_documents(layout: Layout, restart: Tensor) -> Layout:
     back[mask] = place
     new_rows = TokenRows(new_mask, rows.positions.flatten()[source], rows.index.flatten()[source], rows.num_keys)
     take = source if layout.take is None else layout.take.flatten()[source]
-    return Layout(new_rows, take, back if layout.give_back is None else back.flatten()[layout.give_back])
+    give_back = back if layout.give_back is None else back.flatten()[layout.give_back]
+    return Layout(new_rows, take, give_back, is_packed=True)
 
 
 # ---------------------------------------------------------------------------------------------------- layers
@@ -338,13 +340,16 @@ class ShramModel(ShramPreTrainedModel):
         refuse_unknown(kwargs)
         output_attentions, output_hidden_states = self.output_flags(output_attentions, output_hidden_states)
         num_rows, num_tokens, device = check_inputs(input_ids, inputs_embeds, self.config)
-        cache = self.choose_cache(pick_cache(cache, past_key_values), use_cache, position_ids)
-        if cache is not None:
+        caching = self.may_cache(use_cache, cache := pick_cache(cache, past_key_values))
+        cache = cache if caching else None
+        if caching:
             check_cache_room(cache, num_rows, num_tokens, self.config)
         num_past = 0 if cache is None else cache.get_seq_length()
         mask = real_tokens(attention_mask, num_rows, num_tokens, num_past)
         mask = None if mask is None else mask.to(device)
         layout = lay_out(mask, position_ids, num_rows, num_tokens, device, cache)
+        if cache is None and caching and not layout.is_packed:
+            cache = self.new_cache()
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         hidden_states = layout.justify(hidden_states)
         undo = (lambda: None) if cache is None else partial(cache.restore, cache.snapshot())
@@ -396,16 +401,17 @@ class ShramModel(ShramPreTrainedModel):
             )
         return bool(output_attentions), bool(output_hidden_states)
 
-    def choose_cache(self, cache, use_cache, position_ids):
-        """The cache to write: the caller's, a new one, or none (use_cache off, training, checkpointing)."""
-        if use_cache is False:
-            return None
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            return None  # the backward pass runs the layers again and would write twice
-        if cache is not None:
-            return cache
+    def may_cache(self, use_cache: bool | None, cache) -> bool:
+        """Whether this call writes a cache: the caller's, or, outside training, a new one."""
+        # with checkpointing the backward pass runs the layers again and would write twice
+        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if use_cache is False or checkpointing:
+            if cache is not None and cache.get_seq_length():
+                reason = "use_cache=False" if use_cache is False else "gradient checkpointing"
+                raise ValueError(f"{reason} would ignore the {cache.get_seq_length()} tokens of the cache passed")
+            return False
         wanted = self.config.use_cache if use_cache is None else use_cache
-        return self.new_cache() if wanted and not self.training else None
+        return cache is not None or (wanted and not self.training)
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor, num_items_in_batch=None) -> tuple[Tensor, Tensor | float]:
