@@ -181,12 +181,22 @@ def load_balance(expert_bias: Tensor, frequencies: Tensor) -> Tensor:
     return excess.abs().sum() + pull
 
 
+def head_load(heads: Tensor, mask: Tensor | None, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """Share of the assignments (B, T, K) of real tokens that went to each head, (L,); even where there are none."""
+    traffic = torch.ones_like(heads, dtype=dtype) if mask is None else mask[..., None].expand_as(heads).to(dtype)
+    load = torch.zeros(num_heads, dtype=dtype, device=heads.device).scatter_add(0, heads.flatten(), traffic.flatten())
+    return torch.where(load.sum() > 0, load / load.sum().clamp(min=1), 1 / num_heads)
+
+
 class Routing(NamedTuple):
-    """heads: (B, T, K) int64, distinct, best first. weights: (B, T, K) wide, summing to 1. logits: (B, T, L) wide."""
+    """heads: (B, T, K) int64, distinct, best first. weights: (B, T, K) wide, summing to 1. logits: (B, T, L) wide.
+    load_balance_loss: (). max_vio: (), L * max_l(f_l) - 1, detached."""
 
     heads: Tensor
     weights: Tensor
     logits: Tensor
+    load_balance_loss: Tensor
+    max_vio: Tensor
 
 
 class Router(nn.Module):
@@ -198,25 +208,17 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_mosrah_heads, config.hidden_size))
         self.expert_bias = nn.Parameter(torch.empty(config.num_mosrah_heads))
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, mask: Tensor | None) -> Routing:
         wide = wide_dtype(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.to(wide), self.weight.to(wide))
         biased = logits.detach() + self.expert_bias.detach().to(wide)
         # a stable sort, not topk: ties go to the lower index in every execution path
         heads = biased.sort(dim=-1, descending=True, stable=True).indices[..., : self.num_selected_heads]
-        return Routing(heads, logits.gather(-1, heads).softmax(dim=-1), logits)
-
-    def balance(self, routing: Routing, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Load-balance loss and max_vio = L * max_l(f_l) - 1 of one layer; padding is not traffic."""
-        num_heads = self.weight.shape[0]
-        traffic = torch.ones_like(routing.weights) if mask is None else mask[..., None].expand_as(routing.weights)
-        load = torch.zeros(num_heads, dtype=routing.weights.dtype, device=routing.weights.device)
-        load = load.scatter_add(0, routing.heads.flatten(), traffic.to(load.dtype).flatten())
-        total = load.sum()
-        # without any traffic nothing is out of balance
-        frequencies = torch.where(total > 0, load / total.clamp(min=1), 1 / num_heads)
-        return load_balance(self.expert_bias, frequencies), num_heads * frequencies.max() - 1
+        load = head_load(heads, mask, logits.shape[-1], wide)
+        max_vio = len(load) * load.max() - 1
+        weights = logits.gather(-1, heads).softmax(dim=-1)
+        return Routing(heads, weights, logits, load_balance(self.expert_bias, load), max_vio)
 
 
 # ---------------------------------------------------------------------------------------------------- packing
@@ -419,7 +421,7 @@ class MosrahHeads(nn.Module):
 
     def forward(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         """Return (B, T, D), the routing, and, when asked, the attention maps (B, L, T, N)."""
-        routing = self.router(x)
+        routing = self.router(x, tokens.mask)
         packing = pack(routing.heads, tokens.mask, self.config.num_mosrah_heads)
         positions = self.rotary_positions(tokens, packing, cache)  # before the cache is written
         x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
@@ -504,8 +506,8 @@ class ShramHybridLayer(nn.Module):
         routed_cache = None if layer_cache is None else layer_cache.mosrah_cache
         local, local_maps = self.local(x, tokens, local_cache, output_attentions)
         routed, routing, routed_maps = self.mosrah(x, tokens, routed_cache, output_attentions)
-        balance, max_vio = self.mosrah.router.balance(routing, tokens.mask)
-        return local + routed, AttentionStats(balance, max_vio, routing.logits, local_maps, routed_maps)
+        stats = routing.load_balance_loss, routing.max_vio, routing.logits
+        return local + routed, AttentionStats(*stats, local_maps, routed_maps)
 
 
-__all__ = ["ShramHybridLayer", "TokenRows"]
+__all__ = ["AttentionStats", "ShramHybridLayer", "TokenRows"]

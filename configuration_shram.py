@@ -209,9 +209,10 @@ class ShramConfig(PretrainedConfig):
             for name, largest in LARGEST_SIZE.items()
             if not is_int(getattr(self, name)) or not 1 <= getattr(self, name) <= largest
         ]
-        if not broken and self.head_dim % 2:
+        if is_int(self.head_dim) and self.head_dim % 2:
             broken.append(f"head_dim must be even (rotary pairs), got {self.head_dim}")
-        if not broken and self.num_selected_heads > self.num_mosrah_heads:
+        num_heads = self.num_selected_heads, self.num_mosrah_heads
+        if all(map(is_int, num_heads)) and num_heads[0] > num_heads[1]:
             limit = f"num_mosrah_heads ({self.num_mosrah_heads})"
             broken.append(f"num_selected_heads must be at most {limit}, got {self.num_selected_heads}")
         return broken
@@ -222,7 +223,7 @@ class ShramConfig(PretrainedConfig):
             for name, (holds, rule) in NUMBER_RULES.items()
             if not is_number(getattr(self, name)) or not holds(getattr(self, name))
         ]
-        if not broken and self.yarn_alpha >= self.yarn_beta:
+        if is_number(self.yarn_alpha) and is_number(self.yarn_beta) and self.yarn_alpha >= self.yarn_beta:
             broken.append(f"yarn_alpha must be below yarn_beta ({self.yarn_beta}), got {self.yarn_alpha}")
         return broken
 

@@ -19,7 +19,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .attention_shram import ShramHybridLayer, TokenRows, wide_dtype
+from .attention_shram import AttentionStats, ShramHybridLayer, TokenRows, wide_dtype
 from .cache_shram import ShramCache
 from .configuration_shram import ShramConfig
 
@@ -236,7 +236,7 @@ class ShramDecoderLayer(GradientCheckpointingLayer):
         attended, stats = self.self_attn(self.input_layernorm(hidden_states), tokens, layer_cache, output_attentions)
         hidden_states = hidden_states + attended
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states, stats
+        return hidden_states, *stats  # flat: reentrant checkpointing sees no tensor inside another tuple
 
 
 # ---------------------------------------------------------------------------------------------------- model
@@ -383,10 +383,10 @@ class ShramModel(ShramPreTrainedModel):
             if output_hidden_states:
                 all_hidden.append(hidden_states)
             layer_cache = None if cache is None else cache.layers[i]
-            hidden_states, layer_stats = layer(
+            hidden_states, *layer_stats = layer(
                 hidden_states, tokens=rows, layer_cache=layer_cache, output_attentions=output_attentions
             )
-            stats.append(layer_stats)
+            stats.append(AttentionStats(*layer_stats))
         return hidden_states, all_hidden, stats
 
     def output_flags(self, output_attentions, output_hidden_states) -> tuple[bool, bool]:

@@ -174,9 +174,10 @@ def test_dense_limit_is_plain_multi_head_attention(traced_attention, implementat
     assert_near(actual, torch.einsum("blta,lad->btd", attended, mosrah.out_proj) / heads)
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @given(case=cases(), data=st.data())
-def test_no_token_sees_the_future(case: Case, data):
-    model, cut = case.model(), data.draw(st.integers(1, case.ids.shape[1]))
+def test_no_token_sees_the_future(training, case: Case, data):
+    model, cut = case.model().train(training), data.draw(st.integers(1, case.ids.shape[1]))
     changed = case.ids.clone()
     changed[:, cut:] = (changed[:, cut:] + 1) % case.config.vocab_size
     before, after = (
@@ -219,16 +220,6 @@ def test_the_mask_alone_tells_pads_from_tokens():
     logits = model(padded, attention_mask=right_padded, use_cache=False).logits
     assert_near(logits[0, :4], model(ids[:1, :4], use_cache=False).logits[0])
     assert_near(logits[1], model(ids[1:], use_cache=False).logits[0])
-
-
-def test_documents_packed_into_one_row_do_not_see_each_other():
-    """Positions that start again begin a new document, as collators for packed training data mark it."""
-    model, lengths = wide_model(tiny_config(), 0, torch.float64), (5, 1, 9)
-    ids = draw_ids(2, sum(lengths))
-    position_ids = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
-    packed = model(ids, position_ids=position_ids, use_cache=False).logits
-    alone = [model(document, use_cache=False).logits for document in ids.split(lengths, dim=1)]
-    assert_near(packed, torch.cat(alone, dim=1))
 
 
 @pytest.fixture(params=["full forward", "one-token decode", "chunk on a warm cache"])

@@ -168,9 +168,11 @@ def test_crop_of_more_than_was_seen_is_refused_while_recording(model, growing):
     assert_unchanged(cache, before)
 
 
-def test_crop_of_nothing_changes_nothing(model, growing):
+@pytest.mark.parametrize("recording", [True, False])
+def test_crop_of_nothing_changes_nothing(model, growing, recording):
     cache = model.new_cache(growing=growing)
-    cache.activate_past_recording()
+    if recording:
+        cache.activate_past_recording()
     feed(model, draw_ids(2, 9), cache=cache)
     before = contents(cache)
     for amount in (0, 9, 50):

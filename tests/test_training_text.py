@@ -8,11 +8,12 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shram.configuration_shram import ShramConfig
 from shram.modeling_shram import ShramForCausalLM
-from training import ROOT, data, measure, recipe, text
+from tests.support import TINY
+from training import ROOT, data, measure, recipe, text, train
 from training import tokenizer as tokenizer_file
 
 PROSE = 'She said, "I am 21 years old;" and he -- the king -- didn\'t answer.\n\n\tOnce upon a time... £5\n'
@@ -20,7 +21,7 @@ PROSE = 'She said, "I am 21 years old;" and he -- the king -- didn\'t answer.\n\
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(ROOT)
+    return AutoTokenizer.from_pretrained(ROOT, trust_remote_code=True)
 
 
 # ---- decoders
@@ -212,3 +213,51 @@ def test_recipe_with_a_misspelt_key_is_refused(tmp_path):
     recipe.save(recipe.load() | {"token": 1}, path)
     with pytest.raises(ValueError, match="token"):
         recipe.load(path)
+
+
+# ---- runs
+
+
+@pytest.fixture
+def tiny_run():
+    """A recipe of four steps on counted tokens, and its corpus."""
+    settings = recipe.load()
+    settings["model"] = TINY | {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    settings["trainer"] |= {"bf16": False, "eval_steps": 2, "save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
+    settings |= {"row_tokens": 16, "mixture": {"web": 1}}
+    settings["tokens"] = 4 * recipe.tokens_per_step(settings)
+    tokens = np.arange(1500) % TINY["vocab_size"]
+    windows = {"web": data.held_out_windows(tokens[:100], 16)}
+    return settings, train.Corpus({"web": tokens}, windows, torch.ones(TINY["vocab_size"], dtype=torch.long))
+
+
+def test_learning_rates_follow_the_scales(tiny_run, tmp_path):
+    trainer = train.build_trainer(*tiny_run, tmp_path)
+    rates = {id(p): (g["lr"], g["weight_decay"]) for g in trainer.create_optimizer().param_groups for p in g["params"]}
+    found = {name: rates[id(parameter)] for name, parameter in trainer.model.named_parameters()}
+    router = "model.layers.0.self_attn.mosrah.router."
+    scales = tiny_run[0]["learning_rate_scales"]
+    assert found["model.embed_tokens.weight"] == (3e-3, 0.1)
+    assert found["model.norm.weight"] == (3e-3, 0.0)
+    assert found[router + "expert_bias"] == (3e-3 * scales["expert_bias"], 0.0)
+    assert found[router + "weight"] == (3e-3 * scales["router.weight"], 0.1)
+
+
+def test_a_resumed_run_ends_where_an_unbroken_one_ends(tiny_run, tmp_path):
+    whole = train.build_trainer(*tiny_run, tmp_path)
+    whole.train()
+    resumed = train.build_trainer(*tiny_run, tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    logged = [entry for entry in whole.state.log_history if "eval_web_max_vio" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4]
+
+
+def test_a_saved_run_is_a_model_repository(tiny_run, tmp_path):
+    train.save_repository(train.build_trainer(*tiny_run, tmp_path).model, tmp_path)
+    assert all((tmp_path / name).exists() for name in train.CHECKPOINT_FILES)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    assert config["auto_map"] == train.AUTO_MAP
+    assert config["use_cache"] is True
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).config.vocab_size == 64

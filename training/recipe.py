@@ -2,7 +2,8 @@
 
 `seed`; `tokens`, the budget; `row_tokens`, the length of a training row; `mixture`, passes per source relative to each
 other; `held_out_windows`, windows per source in evaluations on the way (the last one takes all); `model`, fields of
-ShramConfig; `trainer`, fields of transformers.TrainingArguments.
+ShramConfig; `trainer`, fields of transformers.TrainingArguments; `learning_rate_scales`, factors for the parameters
+whose name contains a key.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 from training import ROOT
 
 DEFAULT = ROOT / "training" / "recipe.json"
-KEYS = {"seed", "tokens", "row_tokens", "mixture", "held_out_windows", "model", "trainer"}
+KEYS = {"seed", "tokens", "row_tokens", "mixture", "held_out_windows", "model", "trainer", "learning_rate_scales"}
 
 
 def load(path: Path = DEFAULT) -> dict:

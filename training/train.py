@@ -18,13 +18,14 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import GenerationConfig, TrainingArguments
 
 from shram.configuration_shram import ShramConfig
 from shram.modeling_shram import ShramForCausalLM
 from training import ROOT, data, measure, tokenizer
 from training import recipe as recipes
 from training.text import DATA
+from training.trainer import HeldOutTrainer, JsonLines
 
 AUTO_MAP = {
     "AutoConfig": "configuration_shram.ShramConfig",
@@ -62,39 +63,6 @@ class Corpus:
         return data.MixedRows(streams, recipe["mixture"], num_rows, seed)
 
 
-class HeldOutTrainer(Trainer):
-    """Evaluates in bits per byte, source by source; `eval_dataset` maps a source to its windows."""
-
-    model: ShramForCausalLM
-    eval_dataset: dict[str, list[Tensor]]
-    byte_lengths: Tensor
-
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        metrics = {}
-        for source, windows in (eval_dataset or self.eval_dataset).items():
-            for name, value in measure.measure(self.model, windows, self.byte_lengths).items():
-                metrics[f"{metric_key_prefix}_{source}_{name}"] = value
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-
-class JsonLines(TrainerCallback):
-    """Append everything the trainer logs to a file, an object a line."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        lines = self.path.read_text("utf-8").splitlines(keepends=True) if self.path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step and state.global_step > 0]
-        self.path.write_text("".join(kept), encoding="utf-8")
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        with self.path.open("a", encoding="utf-8") as file:
-            print(json.dumps({"step": state.global_step, **(logs or {})}), file=file)
-
-
 def describe(recipe: dict) -> dict:
     """What a run needs to be told apart: settings, commit, versions."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
@@ -111,25 +79,22 @@ def describe(recipe: dict) -> dict:
 
 def build_trainer(recipe: dict, corpus: Corpus, output: Path, **overrides) -> HeldOutTrainer:
     """Make a fresh model and the Trainer that trains it as the recipe says."""
-    steps = recipes.num_steps(recipe)
-    # bf16 on a CPU needs it said
     fixed = {
         "output_dir": str(output),
         "seed": recipe["seed"],
-        "max_steps": steps,
-        "use_cpu": not torch.accelerator.is_available(),
+        "max_steps": recipes.num_steps(recipe),
+        "use_cpu": not torch.accelerator.is_available(),  # bf16 on a CPU wants it said
     }
     arguments = TrainingArguments(**(recipe["trainer"] | fixed | overrides))
     transformers.set_seed(recipe["seed"])
-    limit = recipe["held_out_windows"]
-    trainer = HeldOutTrainer(
+    return HeldOutTrainer(
         model=ShramForCausalLM(ShramConfig(**recipe["model"])),
         args=arguments,
         train_dataset=corpus.rows(recipe),
-        eval_dataset={source: data.spread(windows, limit) for source, windows in corpus.windows.items()},
+        windows={source: data.spread(found, recipe["held_out_windows"]) for source, found in corpus.windows.items()},
+        byte_lengths=corpus.byte_lengths,
+        rate_scales=recipe["learning_rate_scales"],
     )
-    trainer.byte_lengths = corpus.byte_lengths
-    return trainer
 
 
 def tokens_within(minutes: float, recipe: dict, corpus: Corpus, steps: int = 3) -> int:

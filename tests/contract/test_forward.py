@@ -45,6 +45,14 @@ def test_no_cache_is_made_when_unwanted(model):
     assert cache_of(model(IDS, use_cache=False)) is None
 
 
+def test_a_filled_cache_is_never_ignored_without_a_word(model):
+    cache = model.new_cache()
+    model(IDS[:, :9], past_key_values=cache)
+    with pytest.raises(ValueError, match="use_cache"):
+        model(IDS[:, 9:], past_key_values=cache, use_cache=False)
+    assert cache.get_seq_length() == 9
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_tuples_hold_the_standard_fields_first(model, logits, use_cache):
     output = model(IDS, return_dict=False, use_cache=use_cache)
