@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("demo_heads.png"))
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(HERE)
+    tokenizer = AutoTokenizer.from_pretrained(HERE, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(HERE, trust_remote_code=True).eval()
     print(f"{model.num_parameters():,} parameters, {model.config.num_hidden_layers} layers")
     show_generation(model, tokenizer, arguments.new_tokens)

@@ -110,6 +110,15 @@ def test_every_path_picks_the_same_heads(chunk, dtype):
     assert torch.equal(heads_lengths(parts), heads_lengths(whole))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_models_score_and_mix_in_single_precision(dtype):
+    model, seen = wide_model(tiny_config(), 0, dtype), []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda module, args, output: seen.append(output))
+    scores = model(draw_ids(2, 13), use_cache=False, output_router_logits=True).router_logits[0]
+    assert scores.dtype == torch.float32
+    assert_near(scores.double(), seen[0].double() @ routers(model)[0].weight.double().T, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_heads, num_selected", [(7, 3), (64, 16)])
 def test_ties_go_to_the_lower_head(num_heads, num_selected, dtype):
