@@ -149,16 +149,16 @@ def reference_forward(model, input_ids=None, attention_mask=None, inputs_embeds=
     x = base.embed_tokens.weight[input_ids].double() if inputs_embeds is None else inputs_embeds.double()
     real = torch.ones(x.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     positions = places(real) if position_ids is None else position_ids
-    record = Reference(None, [], [], [], [], [])
+    records = []
     for layer in base.layers:
         normed = rms_norm(x, layer.input_layernorm, config)
         local, local_maps = local_attention(normed, real, positions, layer.self_attn.local, config)
         sparse, *routed = mosrah_attention(normed, real, positions, layer.self_attn.mosrah, config)
         x = x + local + sparse
         x = x + mlp(rms_norm(x, layer.post_attention_layernorm, config), layer)
-        for field, value in zip(record[1:], [local_maps, *routed], strict=True):
-            field.append(value)
-    return record._replace(logits=rms_norm(x, base.norm, config) @ model.lm_head.weight.double().T)
+        records.append([local_maps, *routed])
+    logits = rms_norm(x, base.norm, config) @ model.lm_head.weight.double().T
+    return Reference(logits, *(list(field) for field in zip(*records, strict=True)))
 
 
 def reference_logits(model, input_ids, attention_mask=None) -> Tensor:

@@ -1,25 +1,21 @@
-"""What every test starts from: the flat root as the package `shram`, one tiny configuration, one lively model.
-
-Shipped files import each other relatively (`from .cache_shram import ShramCache`), as the Hub loader wants it.
-Importing this module lets tests say `from shram.cache_shram import ShramCache` and run those same imports.
-"""
+"""What every test starts from: the flat root as the package `shram` (importing `training` makes it one), one tiny
+configuration, one lively model."""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
-from importlib.machinery import ModuleSpec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from training import ROOT
 
 if TYPE_CHECKING:
     from shram.configuration_shram import ShramConfig
     from shram.modeling_shram import ShramForCausalLM
 
-ROOT = Path(__file__).resolve().parent.parent
+__all__ = ["ROOT", "TINY", "tiny_config", "wide_model"]
+
 TINY = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -33,17 +29,6 @@ TINY = {
     "training_sequence_length": 32,
     "inference_sequence_length": 64,
 }
-
-
-def install_root_package(name: str = "shram") -> None:
-    """Make the repository root importable as a package; the second call changes nothing."""
-    if name not in sys.modules:
-        spec = ModuleSpec(name, loader=None, is_package=True)
-        spec.submodule_search_locations = [str(ROOT)]
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-
-
-install_root_package()
 
 
 def tiny_config(**overrides: Any) -> ShramConfig:

@@ -1,5 +1,7 @@
 """Documents packed into one row (`position_ids` that restart) are kept apart in both paths, or refused."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -28,7 +30,7 @@ def pack_rows(lengths):
 
 def documents(ids, positions):
     starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
-    return [ids[first:last] for first, last in zip(starts, starts[1:], strict=False)]
+    return [ids[first:last] for first, last in itertools.pairwise(starts)]
 
 
 @given(lengths=LENGTHS)

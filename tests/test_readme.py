@@ -33,4 +33,4 @@ def test_the_configuration_table_is_the_declared_fields():
         for name, parameter in inspect.signature(ShramConfig).parameters.items()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     }
-    assert {name: default for name, default in rows} == {name: str(value) for name, value in declared.items()}
+    assert dict(rows) == {name: str(value) for name, value in declared.items()}

@@ -111,7 +111,7 @@ def test_every_path_picks_the_same_heads(chunk, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_narrow_models_score_and_mix_in_single_precision(dtype):
+def test_narrow_models_score_in_single_precision(dtype):
     model, seen = wide_model(tiny_config(), 0, dtype), []
     model.model.layers[0].input_layernorm.register_forward_hook(lambda module, args, output: seen.append(output))
     scores = model(draw_ids(2, 13), use_cache=False, output_router_logits=True).router_logits[0]

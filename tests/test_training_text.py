@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shram.configuration_shram import ShramConfig
+from shram.configuration_shram import AUTO_MAP, ShramConfig
 from shram.modeling_shram import ShramForCausalLM
 from tests.support import TINY
 from training import ROOT, data, measure, recipe, text, train
@@ -258,6 +258,6 @@ def test_a_saved_run_is_a_model_repository(tiny_run, tmp_path):
     train.save_repository(train.build_trainer(*tiny_run, tmp_path).model, tmp_path)
     assert all((tmp_path / name).exists() for name in train.CHECKPOINT_FILES)
     config = json.loads((tmp_path / "config.json").read_text("utf-8"))
-    assert config["auto_map"] == train.AUTO_MAP
+    assert config["auto_map"] == AUTO_MAP
     assert config["use_cache"] is True
     assert AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).config.vocab_size == 64

@@ -27,13 +27,6 @@ from training import recipe as recipes
 from training.text import DATA
 from training.trainer import HeldOutTrainer, JsonLines
 
-AUTO_MAP = {
-    "AutoConfig": "configuration_shram.ShramConfig",
-    "AutoModel": "modeling_shram.ShramModel",
-    "AutoModelForCausalLM": "modeling_shram.ShramForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_shram.ShramForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_shram.ShramForTokenClassification",
-}
 CHECKPOINT_FILES = ("model.safetensors", "config.json", "generation_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -119,7 +112,6 @@ def evaluate(model: ShramForCausalLM, corpus: Corpus) -> dict[str, dict[str, flo
 
 def save_repository(model: ShramForCausalLM, output: Path) -> None:
     """Write a folder that loads by from_pretrained(..., trust_remote_code=True)."""
-    model.config.auto_map = AUTO_MAP
     model.config.use_cache = True  # Trainer turned it off
     model.save_pretrained(output)
     ids = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

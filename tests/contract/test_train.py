@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import Trainer, TrainingArguments
 
-from tests.contract.remote import cache_of, load, prompt
+from tests.contract.remote import RELEASE, cache_of, load, prompt
 
 ROWS = [{"input_ids": prompt(1, n, seed=n)[0]} for n in (5, 9, 13, 7, 17, 3, 11, 15)]
 IDS = prompt(2, 17)
@@ -59,6 +60,9 @@ def logged(trainer, key):
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
+@pytest.mark.skipif(
+    Version("5.3.0") == RELEASE, reason="Trainer of 5.3.0 divides by the accumulation steps once too often, Llama's too"
+)
 def test_accumulated_gradients_are_those_of_the_whole_batch(checkpoint, trainer):
     norms = []
     for rows, accumulation in ((8, 1), (2, 4)):
