@@ -53,7 +53,8 @@ def rotary_tables(positions: Tensor, frequencies: tuple[float, ...], dtype: torc
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + A/2) of x (..., A) by angles given as cos, sin (..., A/2)."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.cat(turned, dim=-1)
 
 
 @dataclass
@@ -130,7 +131,7 @@ class SlidingWindowHeads(nn.Module):
         )
         frequencies = rotary_frequencies(config.head_dim, config.local_rope_theta)
         cos, sin = rotary_tables(tokens.positions[:, None], frequencies, q.dtype)
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        q, k = apply_rotary(torch.cat([q, k], dim=1), cos, sin).chunk(2, dim=1)
         k, v, alive, key_index = self.with_window(k, v, tokens, cache)
         dropout = config.attention_dropout if self.training else 0.0
         maps = None
@@ -249,6 +250,8 @@ class Packing:
 def pack(heads: Tensor, mask: Tensor | None, num_heads: int) -> Packing:
     """Sort the chosen heads (B, T, K) into groups; padding is never packed."""
     num_rows, num_tokens, num_selected = heads.shape
+    if num_tokens == 1 and num_rows <= FEW_TOKENS and mask is None:
+        return pack_one_each(heads)
     rows = torch.arange(num_rows, device=heads.device)[:, None, None]
     key = heads * num_rows + rows
     if mask is not None:
@@ -275,6 +278,54 @@ def pack(heads: Tensor, mask: Tensor | None, num_heads: int) -> Packing:
         num_rows=num_rows,
         num_tokens=num_tokens,
     )
+
+
+def pack_one_each(heads: Tensor) -> Packing:
+    """One token a row (B, 1, K): every entry is a group of its own, and no order matters."""
+    num_rows, _, num_selected = heads.shape
+    entry = torch.arange(num_rows * num_selected, device=heads.device)
+    row = entry // num_selected
+    return Packing(
+        choice=entry,
+        token=row,
+        group=entry,
+        rank=torch.zeros_like(entry),
+        group_row=row,
+        group_head=heads.flatten(),
+        group_start=entry,
+        group_length=torch.ones_like(entry),
+        head_sizes=[],
+        num_rows=num_rows,
+        num_tokens=1,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- projections
+
+# Up to so many tokens, one product for all heads costs less than a loop over those chosen.
+FEW_TOKENS = 16
+
+
+def project(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
+    """Project tokens for their heads: x (B*T, D), weight (L, D, 3A); returns (P, 3A)."""
+    if len(x) == 1:
+        return torch.matmul(x, weight.index_select(0, packing.group_head))[packing.group, 0]
+    if len(x) <= FEW_TOKENS:
+        return torch.matmul(x, weight)[packing.group_head[packing.group], packing.token]
+    return RoutedProjection.apply(x, weight, packing.token, packing.head_sizes)
+
+
+def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> Tensor:
+    """Sum over each token's heads of mix * (attended @ weight): (P, A), (L, A, D), (P,); returns (B*T, D) wide."""
+    num_tokens = packing.num_rows * packing.num_tokens
+    if num_tokens > FEW_TOKENS:
+        return RoutedCombination.apply(attended, weight, mix, packing.token, packing.head_sizes, num_tokens)
+    mixed = (attended * mix[:, None]).to(attended.dtype)
+    if num_tokens == 1:
+        return (mixed.view(1, -1) @ weight.index_select(0, packing.group_head).flatten(0, 1)).to(mix.dtype)
+    spread = mixed.new_zeros(num_tokens, len(weight), mixed.shape[1])
+    spread = spread.index_put((packing.token, packing.group_head[packing.group]), mixed)
+    return (spread.flatten(1) @ weight.flatten(0, 1)).to(mix.dtype)
 
 
 class RoutedProjection(torch.autograd.Function):
@@ -342,6 +393,8 @@ class RoutedCombination(torch.autograd.Function):
 
 # One padded call for all groups pays until the padded scores outgrow this number; then each group goes alone.
 MAX_PADDED_SCORES = 2**20
+# Gathering the keys of single queries pays up to this length of the longest history.
+MAX_GATHERED_KEYS = 1024
 QUERY_BLOCK = 512
 
 
@@ -396,14 +449,28 @@ def attend_padded(q, k, v, packing: Packing, first_slots, num_keys, scale, dropo
     return out.flatten(0, 2).index_select(0, packing.group * most_queries + packing.rank), probs
 
 
+def attend_one_each(q, k, v, first_slots, num_keys, most_keys: int, scale) -> Tensor:
+    """One query a group, keys gathered and padded to the longest history. Shapes as `attend_routed`."""
+    rank = torch.arange(most_keys, device=q.device)
+    last = num_keys[:, None] - 1
+    slots = first_slots[:, None] + torch.minimum(rank, last)  # dead slots are never read
+    keys, values = (x.index_select(0, slots.flatten()).view(*slots.shape, -1) for x in (k, v))
+    scores = torch.bmm(keys, q[:, :, None])[..., 0].to(wide_dtype(q.dtype)) * scale
+    probs = scores.masked_fill(rank > last, -torch.inf).softmax(dim=-1)
+    return torch.bmm(probs.to(values.dtype)[:, None], values)[:, 0]
+
+
 def attend_routed(q, k, v, packing: Packing, first_slots, num_keys, scale, dropout) -> Tensor:
     """Causal attention inside every group.
 
     q: (P, A) in packed order; k, v: (slots, A), where group g has its keys at first_slots[g] and the num_keys[g] - 1
     after it, its queries being the last of them. Returns (P, A).
     """
-    padded_scores = len(num_keys) * int(packing.group_length.max()) * int(num_keys.max())
-    if padded_scores <= MAX_PADDED_SCORES:
+    most_keys = int(num_keys.max())
+    if packing.num_tokens == 1:
+        if most_keys <= MAX_GATHERED_KEYS and not dropout:
+            return attend_one_each(q, k, v, first_slots, num_keys, most_keys, scale)
+    elif len(num_keys) * int(packing.group_length.max()) * most_keys <= MAX_PADDED_SCORES:
         return attend_padded(q, k, v, packing, first_slots, num_keys, scale, dropout)[0]
     return attend_by_group(q, k, v, packing, first_slots, num_keys, scale, dropout)
 
@@ -425,16 +492,16 @@ class MosrahHeads(nn.Module):
         packing = pack(routing.heads, tokens.mask, self.config.num_mosrah_heads)
         positions = self.rotary_positions(tokens, packing, cache)  # before the cache is written
         x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
-        qkv = RoutedProjection.apply(x_flat, qkv_weight, packing.token, packing.head_sizes)
-        q, k, v = qkv.split(self.config.head_dim, dim=-1)
-        cos, sin = rotary_tables(positions, yarn_frequencies(self.config), q.dtype)
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        qkv = project(x_flat, qkv_weight, packing).unflatten(-1, (3, self.config.head_dim))
+        cos, sin = rotary_tables(positions[:, None], yarn_frequencies(self.config), qkv.dtype)
+        q, k = apply_rotary(qkv[:, :2], cos, sin).unbind(1)
+        v = qkv[:, 2]
         first_slots, num_keys = packing.group_start, packing.group_length
         if cache is not None:
             k, v, first_slots, num_keys = cache.update(k, v, packing, tokens.index.flatten()[packing.token])
         attended, probs = self.attend(q, k, v, packing, first_slots, num_keys)
         mix = routing.weights.flatten()[packing.choice]
-        y = RoutedCombination.apply(attended, out_weight, mix, packing.token, packing.head_sizes, len(x_flat))
+        y = combine(attended, out_weight, mix, packing)
         maps = self.scatter_maps(probs, tokens, packing, cache) if output_attentions else None
         return y.view_as(x).to(x.dtype), routing, maps
 

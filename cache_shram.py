@@ -297,29 +297,27 @@ class MoSRAHCache(RowState):
             ValueError: a head of a fixed cache has too few slots; nothing was changed.
         """
         self.adopt(packing.num_rows, keys)
+        where = packing.group_row * self.num_mosrah_heads + packing.group_head
         composed = None
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             composed = self._compose(keys, values, packing)
-        self._append(keys.detach(), values.detach(), packing, positions)
+        self._reserve(where, packing.group_length, packing.num_tokens)
+        first_slots, history = self.slots_of(packing)
+        slots = (first_slots + history).index_select(0, packing.group) + packing.rank
+        self.keys.view(-1, self.head_dim).index_copy_(0, slots, keys.detach())
+        self.values.view(-1, self.head_dim).index_copy_(0, slots, values.detach())
+        self.token_positions.view(-1).index_copy_(0, slots, positions.to(torch.int32))
+        self.counts = self.counts.view(-1).index_add(0, where, packing.group_length).view_as(self.counts)
         if composed is not None:
             return composed
-        return self.keys.view(-1, self.head_dim), self.values.view(-1, self.head_dim), *self.slots_of(packing)
+        flat_keys, flat_values = self.keys.view(-1, self.head_dim), self.values.view(-1, self.head_dim)
+        return flat_keys, flat_values, first_slots, history + packing.group_length
 
     def slots_of(self, packing) -> tuple[Tensor, Tensor]:
         """First slot (in all rows' slots) and live entries of every group, each (G,) int64."""
-        where = packing.group_row, packing.group_head
-        return packing.group_row * self.num_row_slots + self.offsets[where], self.counts[where]
-
-    def _append(self, keys, values, packing, positions) -> None:
-        incoming = torch.zeros_like(self.counts)
-        incoming[packing.group_row, packing.group_head] = packing.group_length
-        self._reserve(incoming, packing.num_tokens)
-        row, head = packing.group_row[packing.group], packing.group_head[packing.group]
-        slots = row * self.num_row_slots + (self.offsets + self.counts)[row, head] + packing.rank
-        self.keys.view(-1, self.head_dim).index_copy_(0, slots, keys)
-        self.values.view(-1, self.head_dim).index_copy_(0, slots, values)
-        self.token_positions.view(-1).index_copy_(0, slots, positions.to(torch.int32))
-        self.counts = self.counts + incoming
+        where = packing.group_row * self.num_mosrah_heads + packing.group_head
+        first_slots = packing.group_row * self.num_row_slots + self.offsets.view(-1).index_select(0, where)
+        return first_slots, self.counts.view(-1).index_select(0, where)
 
     def _compose(self, keys, values, packing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """History and chunk of every group, one after the other, in new storage through which gradients flow."""
@@ -334,10 +332,10 @@ class MoSRAHCache(RowState):
         values = torch.cat([self.values.view(-1, self.head_dim), values]).index_select(0, source)
         return keys, values, first_slots, lengths
 
-    def _reserve(self, incoming: Tensor, most: int) -> None:
-        """Make room for `incoming` (B, L) entries, at most `most` a head, or refuse before anything is written."""
+    def _reserve(self, where: Tensor, num_incoming: Tensor, most: int) -> None:
+        """Make room for new entries of some heads, at most `most` each, or refuse before anything is written."""
         if most > self._num_free:
-            need = self.counts + incoming
+            need = self.counts.view(-1).index_add(0, where, num_incoming).view_as(self.counts)
             if bool((need > self.capacities).any()):
                 if not self.growing:
                     self._refuse(need)

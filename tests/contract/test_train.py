@@ -74,8 +74,9 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(checkpoint, trainer)
     assert norms[1] / norms[0] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_num_items_in_batch_divides_the_sum(model):
-    model.config.load_balance_coef = 0.0
+def test_num_items_in_batch_divides_the_sum_and_shares_the_balance_term(model):
+    """A call that holds half of the labels adds half of the loss: accumulated, the balance term counts once."""
+    model.config.load_balance_coef = 0.5
     mean = model(IDS, labels=IDS).loss
     for items in (64, torch.tensor(64)):
         assert model(IDS, labels=IDS, num_items_in_batch=items).loss.item() == pytest.approx(mean.item() * 32 / 64)
