@@ -173,7 +173,9 @@ class LocalSlidingWindowLayerCache(RowState):
         alive = torch.ones(num_rows, num_new, dtype=torch.bool, device=keys.device) if mask is None else mask
         first = self.keys.shape[2] - (self.sliding_window - 1)
         past_keys, past_values = self.keys, self.values
-        if self._num_sure < self.keys.shape[2]:  # dead slots may hold anything, and even masked, 0 * nan is nan
+        if (
+            torch.compiler.is_compiling() or self._num_sure < self.keys.shape[2]
+        ):  # dead slots may hold anything, and even masked, 0 * nan is nan
             dead = ~self.alive[:, None, :, None]
             past_keys, past_values = past_keys.masked_fill(dead, 0), past_values.masked_fill(dead, 0)
         keys = torch.cat([past_keys, keys], dim=2)
@@ -184,7 +186,7 @@ class LocalSlidingWindowLayerCache(RowState):
         self._retain(keys.detach(), values.detach(), seen, positions, num_kept, in_order=mask is None)
         self.num_real_tokens = self.num_real_tokens + alive.sum(dim=1)
         self.num_tokens += num_new
-        self._num_sure += num_new if mask is None else 0
+        self._num_sure = min(self._num_sure + (num_new if mask is None else 0), self.keys.shape[2])
         return keys[:, :, first:], values[:, :, first:], seen[:, first:]
 
     def _retain(self, keys, values, alive, positions, num_kept, in_order) -> None:
@@ -288,7 +290,7 @@ class MoSRAHCache(RowState):
         """Append the chunk's entries and return where its groups find all their keys.
 
         Args:
-            keys, values: (P, A) in the order of `packing` (see `attention_shram.Packing`).
+            keys, values: (P, A) in the order of `packing` (see `plans_shram.Packing`).
             positions: (P,) place of each entry's token in its row, padding counted.
         Returns:
             keys, values (slots, A), and each group's first slot and number of slots, (G,) int64. Entries that carry a
@@ -312,6 +314,32 @@ class MoSRAHCache(RowState):
             return composed
         flat_keys, flat_values = self.keys.view(-1, self.head_dim), self.values.view(-1, self.head_dim)
         return flat_keys, flat_values, first_slots, history + packing.group_length
+
+    def update_static(self, keys: Tensor, values: Tensor, num_new: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Append to a fixed cache out of place, by static shapes; returns its keys and values (B, L, C, A).
+
+        keys, values, positions: (B, L, T, A) and (B, L, T), of which head l of row b appends the first num_new (B, L).
+        A head that overflows stops the program with a RuntimeError: a compiled graph cannot look ahead.
+        """
+        if self.growing:
+            raise ValueError("a growing ShramCache cannot be compiled; use new_cache(batch_size, growing=False)")
+        fits = (self.counts + num_new <= self.mosrah_cache_length).all()
+        torch._assert_async(fits, f"the fixed routed cache of layer {self.layer_idx} is full")
+        rank = torch.arange(self.mosrah_cache_length, device=keys.device) - self.counts[..., None]
+        incoming = (rank >= 0) & (rank < num_new[..., None])
+        source = rank.clamp(0, keys.shape[2] - 1)
+
+        def compose(stored: Tensor, new: Tensor) -> Tensor:
+            index = source.view(*source.shape, *[1] * (new.ndim - 3)).expand(*source.shape, *new.shape[3:])
+            flag = (slice(None),) * 3 + (None,) * (new.ndim - 3)
+            # dead slots become zero: even masked, nan would spread
+            return torch.where(incoming[flag], new.gather(2, index), stored.where((rank < 0)[flag], 0))
+
+        composed = compose(self.keys, keys), compose(self.values, values)
+        self.keys, self.values = (state.detach() for state in composed)
+        self.token_positions = compose(self.token_positions, positions.to(torch.int32))
+        self.counts = self.counts + num_new
+        return composed
 
     def slots_of(self, packing) -> tuple[Tensor, Tensor]:
         """First slot (in all rows' slots) and live entries of every group, each (G,) int64."""

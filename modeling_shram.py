@@ -352,10 +352,11 @@ class ShramModel(ShramPreTrainedModel):
             cache = self.new_cache()
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         hidden_states = layout.justify(hidden_states)
+        rows = layout.rows.with_rotary(self.config, hidden_states.dtype)
         undo = (lambda: None) if cache is None else partial(cache.restore, cache.snapshot())
         try:
             hidden_states, all_hidden, stats = self.run_layers(
-                hidden_states, layout.rows, cache, output_attentions, output_hidden_states
+                hidden_states, rows, cache, output_attentions, output_hidden_states
             )
         except Exception:
             undo()

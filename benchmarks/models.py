@@ -20,7 +20,7 @@ def make_llama(length: int, dtype: torch.dtype) -> LlamaForCausalLM:
     torch.manual_seed(0)
     num_heads = ROUTED["num_sliding_window_heads"] + ROUTED["num_selected_heads"]
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": ROUTED["head_dim"]}
-    config = LlamaConfig(**SIZE, **heads, max_position_embeddings=length, attn_implementation="sdpa")
+    config = LlamaConfig(**SIZE, **heads, max_position_embeddings=length)
     return LlamaForCausalLM(config).to(dtype).eval()  # pyrefly: ignore[bad-argument-type]
 
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from benchmarks.counts import prefill_work
 from benchmarks.machine import Rates, describe, medians, peak_extra_bytes
 from benchmarks.models import collapse, make_llama, make_shram, parity
+from shram.modeling_shram import CACHE_KEY
 
 PHASES = ("prefill", "decode", "train", "batch_decode")
 BATCH, DECODE_STEPS = 8, 8
@@ -34,18 +35,17 @@ def prefill_call(model, ids) -> Callable:
     return call
 
 
-def decode_call(model, ids) -> Callable:
+class DecodeCall:
     """DECODE_STEPS tokens on a cache of the prompt; later calls find it that much longer."""
-    cache = prefill_call(model, ids)()["past_key_values"]
-    token = ids[:, :1]
+
+    def __init__(self, model, ids):
+        self.model, self.token = model, ids[:, :1]
+        self.cache = getattr(prefill_call(model, ids)(), CACHE_KEY)
 
     @torch.inference_mode()
-    def call():
+    def __call__(self):
         for _ in range(DECODE_STEPS):
-            model(token, past_key_values=cache, use_cache=True)
-
-    call.cache = cache
-    return call
+            self.model(self.token, **{CACHE_KEY: self.cache}, use_cache=True)
 
 
 def train_call(model, ids) -> Callable:
@@ -60,7 +60,7 @@ def train_call(model, ids) -> Callable:
 
 def make_calls(phase: str, models: dict, length: int) -> dict[str, Callable]:
     ids = draw_ids(BATCH if phase == "batch_decode" else 1, length)
-    make = {"prefill": prefill_call, "train": train_call}.get(phase, decode_call)
+    make = {"prefill": prefill_call, "train": train_call}.get(phase, DecodeCall)
     return {name: make(model, ids) for name, model in models.items()}
 
 
@@ -82,7 +82,11 @@ def measure(phase: str, length: int, arguments, rates: Rates) -> dict:
     row |= {f"{name}_ms": 1e3 * taken / steps for name, taken in times.items()}
     row["ratio"] = times["llama"] / times["shram"]
     if steps > 1:
-        row |= {f"{name}_cache_mb": cache_bytes(call.cache) / 2**20 for name, call in calls.items()}
+        row |= {
+            f"{name}_cache_mb": cache_bytes(call.cache) / 2**20
+            for name, call in calls.items()
+            if isinstance(call, DecodeCall)
+        }
     else:
         row |= {f"{name}_peak_mb": peak_extra_bytes(call) / 2**20 for name, call in calls.items()}
     if phase == "prefill":

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shram import attention_shram
+from shram import plans_shram
 from shram.configuration_shram import ShramConfig
 from shram.modeling_shram import ShramForCausalLM
 from tests.support import tiny_config, wide_model
@@ -72,8 +72,8 @@ def chosen_implementation(name: str):
     with pytest.MonkeyPatch.context() as patch:
         if name == "sdpa for long inputs":
             for limit in ("MAX_PADDED_SCORES", "MAX_GATHERED_KEYS", "FEW_TOKENS"):
-                patch.setattr(attention_shram, limit, 0)
-            patch.setattr(attention_shram, "QUERY_BLOCK", 3)
+                patch.setattr(plans_shram, limit, 0)
+            patch.setattr(plans_shram, "QUERY_BLOCK", 3)
         yield name.split()[0]
 
 

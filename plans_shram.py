@@ -1,0 +1,315 @@
+"""Execution plans of the routed path: packing of the assignments, products by head, attention inside each head.
+
+Shapes: B rows, T tokens in this call, D hidden, L routed heads, K heads chosen per token, A head width, P entries: one
+per real token and head it chose, G groups: the (row, head) pairs that got an entry.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of angles, router scores and norm statistics: float64 for a float64 model, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale=None, dropout: float = 0.0):
+    """Plain masked attention that also returns its probabilities (before dropout)."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = (q @ k.transpose(-1, -2)).to(wide_dtype(q.dtype)) * scale
+    probs = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(q.dtype)
+    return F.dropout(probs, dropout, training=dropout > 0) @ v, probs
+
+
+# ---------------------------------------------------------------------------------------------------- packing
+
+
+@dataclass
+class Packing:
+    """The assignments of a call, sorted by head, then row, then token: one entry per real token and chosen head.
+
+    choice: (P,) int64, index of the entry into the flat (B, T, K) choices; token: (P,), its flat (B, T) token.
+    group, rank: (P,), its group and its place there. group_row, group_head, group_start, group_length: (G,).
+    head_sizes: entries of each head, on the host. num_rows, num_tokens: B, T.
+    """
+
+    choice: Tensor
+    token: Tensor
+    group: Tensor
+    rank: Tensor
+    group_row: Tensor
+    group_head: Tensor
+    group_start: Tensor
+    group_length: Tensor
+    head_sizes: list[int]
+    num_rows: int
+    num_tokens: int
+
+
+def pack(heads: Tensor, mask: Tensor | None, num_heads: int) -> Packing:
+    """Sort the chosen heads (B, T, K) into groups; padding is never packed."""
+    num_rows, num_tokens, num_selected = heads.shape
+    if num_tokens == 1 and num_rows <= FEW_TOKENS and mask is None:
+        return pack_one_each(heads)
+    rows = torch.arange(num_rows, device=heads.device)[:, None, None]
+    key = heads * num_rows + rows
+    if mask is not None:
+        key = key.where(mask[..., None], num_heads * num_rows)
+    # stable: entries of a group must keep token order, causality relies on it
+    key, choice = key.flatten().sort(stable=True)
+    if mask is not None:
+        num_entries = int(mask.sum()) * num_selected
+        key, choice = key[:num_entries], choice[:num_entries]
+    group_key, group, group_length = key.unique_consecutive(return_inverse=True, return_counts=True)
+    group_start = group_length.cumsum(0) - group_length
+    group_head = group_key // num_rows
+    head_sizes = torch.zeros(num_heads, dtype=torch.int64, device=key.device).index_add_(0, group_head, group_length)
+    return Packing(
+        choice=choice,
+        token=choice // num_selected,
+        group=group,
+        rank=torch.arange(len(key), device=key.device) - group_start[group],
+        group_row=group_key % num_rows,
+        group_head=group_head,
+        group_start=group_start,
+        group_length=group_length,
+        head_sizes=head_sizes.tolist(),
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+    )
+
+
+def pack_one_each(heads: Tensor) -> Packing:
+    """One token a row (B, 1, K): every entry is a group of its own, and no order matters."""
+    num_rows, _, num_selected = heads.shape
+    entry = torch.arange(num_rows * num_selected, device=heads.device)
+    row = entry // num_selected
+    return Packing(
+        choice=entry,
+        token=row,
+        group=entry,
+        rank=torch.zeros_like(entry),
+        group_row=row,
+        group_head=heads.flatten(),
+        group_start=entry,
+        group_length=torch.ones_like(entry),
+        head_sizes=[],
+        num_rows=num_rows,
+        num_tokens=1,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- projections
+
+# Up to so many tokens, one product for all heads costs less than a loop over those chosen.
+FEW_TOKENS = 16
+
+
+def project(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
+    """Project tokens for their heads: x (B*T, D), weight (L, D, 3A); returns (P, 3A)."""
+    if len(x) == 1:
+        return torch.matmul(x, weight.index_select(0, packing.group_head))[packing.group, 0]
+    if len(x) <= FEW_TOKENS:
+        return torch.matmul(x, weight)[packing.group_head[packing.group], packing.token]
+    return RoutedProjection.apply(x, weight, packing.token, packing.head_sizes)
+
+
+def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> Tensor:
+    """Sum over each token's heads of mix * (attended @ weight): (P, A), (L, A, D), (P,); returns (B*T, D) wide."""
+    num_tokens = packing.num_rows * packing.num_tokens
+    if num_tokens > FEW_TOKENS:
+        return RoutedCombination.apply(attended, weight, mix, packing.token, packing.head_sizes, num_tokens)
+    mixed = (attended * mix[:, None]).to(attended.dtype)
+    if num_tokens == 1:
+        return (mixed.view(1, -1) @ weight.index_select(0, packing.group_head).flatten(0, 1)).to(mix.dtype)
+    spread = mixed.new_zeros(num_tokens, len(weight), mixed.shape[1])
+    spread = spread.index_put((packing.token, packing.group_head[packing.group]), mixed)
+    return (spread.flatten(1) @ weight.flatten(0, 1)).to(mix.dtype)
+
+
+class RoutedProjection(torch.autograd.Function):
+    """Entries e of head h: out_e = x[token_e] @ weight[h]; saves x, not its P gathered rows."""
+
+    @staticmethod
+    def forward(ctx, x, weight, token, head_sizes):
+        ctx.save_for_backward(x, weight, token)
+        ctx.head_sizes = head_sizes
+        out = x.new_empty(len(token), weight.shape[2])
+        for head, (rows, entries) in enumerate(zip(token.split(head_sizes), out.split(head_sizes), strict=True)):
+            if len(rows):
+                torch.mm(x.index_select(0, rows), weight[head], out=entries)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight, token = ctx.saved_tensors
+        grad_x = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
+        grad_weight = torch.zeros_like(weight)
+        for head, (rows, entries) in enumerate(
+            zip(token.split(ctx.head_sizes), grad.split(ctx.head_sizes), strict=True)
+        ):
+            if len(rows):
+                grad_x.index_add_(0, rows, (entries @ weight[head].T).to(grad_x.dtype))
+                torch.mm(x.index_select(0, rows).T, entries, out=grad_weight[head])
+        return grad_x.to(x.dtype), grad_weight, None, None
+
+
+class RoutedCombination(torch.autograd.Function):
+    """y[token_e] += mix_e * (attended_e @ weight[h]), summed in wide precision; saves nothing of width D per entry."""
+
+    @staticmethod
+    def forward(ctx, attended, weight, mix, token, head_sizes, num_tokens):
+        ctx.save_for_backward(attended, weight, mix, token)
+        ctx.head_sizes = head_sizes
+        y = torch.zeros(num_tokens, weight.shape[2], dtype=mix.dtype, device=mix.device)
+        for head, (a, m, rows) in enumerate(
+            zip(attended.split(head_sizes), mix.split(head_sizes), token.split(head_sizes), strict=True)
+        ):
+            if len(rows):
+                y.index_add_(0, rows, (a @ weight[head]).to(y.dtype).mul_(m[:, None]))
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        attended, weight, mix, token = ctx.saved_tensors
+        grad_attended = torch.empty_like(attended)
+        grad_weight = torch.zeros_like(weight)
+        grad_mix = torch.empty_like(mix)
+        parts = (x.split(ctx.head_sizes) for x in (attended, mix, token, grad_attended, grad_mix))
+        for head, (a, m, rows, grad_a, grad_m) in enumerate(zip(*parts, strict=True)):
+            if len(rows):
+                grad_rows = grad.index_select(0, rows).to(a.dtype)
+                unmixed = (grad_rows @ weight[head].T).to(m.dtype)
+                grad_a.copy_(unmixed * m[:, None])
+                torch.sum(unmixed * a, dim=-1, out=grad_m)
+                torch.mm((a * m[:, None]).to(a.dtype).T, grad_rows, out=grad_weight[head])
+        return grad_attended, grad_weight, grad_mix, None, None, None
+
+
+# ---------------------------------------------------------------------------------------------------- routed attention
+
+# One padded call for all groups pays until the padded scores outgrow this number; then each group goes alone.
+MAX_PADDED_SCORES = 2**20
+# Gathering the keys of single queries pays up to this length of the longest history.
+MAX_GATHERED_KEYS = 1024
+QUERY_BLOCK = 512
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Tensor:
+    """Attention of the last m tokens of a sequence, q (m, A), to all its n keys, k, v (n, A), each to its own past."""
+    num_queries, num_keys = q.shape[0], k.shape[0]
+    q, k, v = q[None, None], k[None, None], v[None, None]
+
+    def attend(q, k, v, **mask):
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, dropout_p=dropout, **mask)[0, 0]
+
+    if num_queries == num_keys or num_queries == 1:
+        return attend(q, k, v, is_causal=num_queries > 1)
+    blocks, num_before = [], num_keys - num_queries
+    for first in range(0, num_queries, QUERY_BLOCK):
+        rows = q[:, :, first : first + QUERY_BLOCK]
+        last = num_before + first + rows.shape[2]
+        mask = torch.ones(rows.shape[2], last, dtype=torch.bool, device=q.device).tril(num_before + first)
+        blocks.append(attend(rows, k[:, :, :last], v[:, :, :last], attn_mask=mask))
+    return torch.cat(blocks)
+
+
+def attend_by_group(q, k, v, packing: Packing, first_slots, num_keys, scale, dropout) -> Tensor:
+    """Exact-length attention, one group after the other, on views of its keys. Shapes as `attend_routed`."""
+    starts, lengths = first_slots.tolist(), num_keys.tolist()
+    if k.requires_grad or v.requires_grad:  # then groups follow each other, and split has one cheap backward
+        keys, values = k.split(lengths), v.split(lengths)
+    else:
+        keys, values = ([x.narrow(0, s, n) for s, n in zip(starts, lengths, strict=True)] for x in (k, v))
+    queries = q.split(packing.group_length.tolist())
+    return torch.cat([causal_attention(*group, scale, dropout) for group in zip(queries, keys, values, strict=True)])
+
+
+def attend_padded(q, k, v, packing: Packing, first_slots, num_keys, scale, dropout, eager=False):
+    """All groups in one call, padded to the longest. Shapes as `attend_routed`; also returns the probabilities."""
+    most_queries = int(packing.group_length.max())
+    query_rank = torch.arange(most_queries, device=q.device).expand(len(num_keys), -1)
+    # padding repeats the last live entry: dead slots are never read
+    query_rank = torch.minimum(query_rank, packing.group_length[:, None] - 1)
+    key_rank = torch.arange(int(num_keys.max()), device=q.device).expand(len(num_keys), -1)
+    key_slots = first_slots[:, None] + torch.minimum(key_rank, num_keys[:, None] - 1)
+    last_seen = (num_keys - packing.group_length)[:, None] + query_rank
+    mask = (key_rank[:, None, :] <= last_seen[:, :, None])[:, None]
+    query_slots = packing.group_start[:, None] + query_rank
+    gathered = zip((q, k, v), (query_slots, key_slots, key_slots), strict=True)
+    queries, keys, values = (x.index_select(0, at.flatten()).view(*at.shape, -1)[:, None] for x, at in gathered)
+    probs = None
+    if eager:
+        out, probs = softmax_attention(queries, keys, values, mask, scale, dropout)
+    else:
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, dropout_p=dropout)
+    return out.flatten(0, 2).index_select(0, packing.group * most_queries + packing.rank), probs
+
+
+def attend_one_each(q, k, v, first_slots, num_keys, most_keys: int, scale) -> Tensor:
+    """One query a group, keys gathered and padded to the longest history. Shapes as `attend_routed`."""
+    rank = torch.arange(most_keys, device=q.device)
+    last = num_keys[:, None] - 1
+    slots = first_slots[:, None] + torch.minimum(rank, last)  # dead slots are never read
+    keys, values = (x.index_select(0, slots.flatten()).view(*slots.shape, -1) for x in (k, v))
+    scores = torch.bmm(keys, q[:, :, None])[..., 0].to(wide_dtype(q.dtype)) * scale
+    probs = scores.masked_fill(rank > last, -torch.inf).softmax(dim=-1)
+    return torch.bmm(probs.to(values.dtype)[:, None], values)[:, 0]
+
+
+def attend_routed(q, k, v, packing: Packing, first_slots, num_keys, scale, dropout) -> Tensor:
+    """Causal attention inside every group.
+
+    q: (P, A) in packed order; k, v: (slots, A), where group g has its keys at first_slots[g] and the num_keys[g] - 1
+    after it, its queries being the last of them. Returns (P, A).
+    """
+    most_keys = int(num_keys.max())
+    if packing.num_tokens == 1:
+        if most_keys <= MAX_GATHERED_KEYS and not dropout:
+            return attend_one_each(q, k, v, first_slots, num_keys, most_keys, scale)
+    elif len(num_keys) * int(packing.group_length.max()) * most_keys <= MAX_PADDED_SCORES:
+        return attend_padded(q, k, v, packing, first_slots, num_keys, scale, dropout)[0]
+    return attend_by_group(q, k, v, packing, first_slots, num_keys, scale, dropout)
+
+
+# ---------------------------------------------------------------------------------------------------- static shapes
+
+
+def chosen_first(heads: Tensor, mask: Tensor | None, num_heads: int) -> tuple[Tensor, Tensor]:
+    """(B, L, T): for every head all tokens, those that chose it first and in order; (B, T, L) bool: who chose it."""
+    chosen = torch.zeros(*heads.shape[:2], num_heads, dtype=torch.bool, device=heads.device)
+    chosen = chosen.scatter(-1, heads, torch.ones_like(heads, dtype=torch.bool))
+    chosen = chosen if mask is None else chosen & mask[..., None]
+    return (~chosen).int().argsort(dim=1, stable=True).transpose(1, 2), chosen
+
+
+def attend_static(q, keys, values, before, scale, dropout) -> Tensor:
+    """q (B, L, T, A), the first of which stand behind `before` (B, L) live entries of keys, values (B, L, C, A)."""
+    query, key = (torch.arange(n, device=q.device) for n in (q.shape[2], keys.shape[2]))
+    mask = key <= before[..., None, None] + query[:, None]
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, dropout_p=dropout)
+
+
+def combine_static(attended, weight, heads, weights, order) -> Tensor:
+    """Sum over the chosen heads: attended (B, L, T, A) in `order`, weight (L, A, D), heads, weights (B, T, K)."""
+    attended = torch.zeros_like(attended).scatter(2, order[..., None].expand_as(attended), attended)
+    mix = weights.new_zeros(*heads.shape[:2], len(weight)).scatter(-1, heads, weights)
+    mixed = attended.permute(0, 2, 1, 3) * mix[..., None]
+    return mixed.flatten(2).to(weight.dtype) @ weight.flatten(0, 1)
+
+
+# ---------------------------------------------------------------------------------------------------- precision
+
+
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """Cast to the autocast dtype where autocast is on: it does not look inside our autograd functions."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors]
