@@ -74,7 +74,8 @@ class TokenRows:
     mask: (B, T) bool, or None when every token is real. positions: (B, T) int64, for rotary embedding.
     index: (B, T) int64, place of the token in its row as the caller counts, padding included.
     num_keys: tokens of a row so far, N, padding included.
-    local_rotary, routed_rotary: cosines and sines (B, T, A/2) of the positions, made once for all layers.
+    local_rotary, routed_rotary: cosines and sines (B, T, A/2) of the positions, made once for all layers, as are
+    routed_frequencies and routed_scale, the YaRN frequencies and the factor of the routed path's logits.
     """
 
     mask: Tensor | None
@@ -83,11 +84,20 @@ class TokenRows:
     num_keys: int
     local_rotary: tuple[Tensor, ...] = ()
     routed_rotary: tuple[Tensor, ...] = ()
+    routed_frequencies: tuple[float, ...] = ()
+    routed_scale: float = 1.0
 
     def with_rotary(self, config, dtype: torch.dtype) -> "TokenRows":
-        local = rotary_tables(self.positions, rotary_frequencies(config.head_dim, config.local_rope_theta), dtype)
-        routed = rotary_tables(self.positions, yarn_frequencies(config), dtype)
-        return replace(self, local_rotary=local, routed_rotary=routed)
+        stretched = yarn_frequencies(config)
+        return replace(
+            self,
+            local_rotary=rotary_tables(
+                self.positions, rotary_frequencies(config.head_dim, config.local_rope_theta), dtype
+            ),
+            routed_rotary=rotary_tables(self.positions, stretched, dtype),
+            routed_frequencies=stretched,
+            routed_scale=yarn_logit_factor(config) / math.sqrt(config.head_dim),
+        )
 
     def to(self, device, non_blocking: bool = False) -> "TokenRows":
         """What accelerate asks of an argument when layers lie on several devices."""
@@ -144,6 +154,7 @@ class SlidingWindowHeads(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.window, self.head_dim = config.window_size, config.head_dim
         inner = config.num_sliding_window_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, inner, bias=False)
@@ -152,72 +163,82 @@ class SlidingWindowHeads(nn.Module):
 
     def forward(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         """Return (B, T, D) and, when asked, the attention maps (B, H, T, N)."""
-        config = self.config
         q, k, v = (
-            proj(x).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         cos, sin = (table[:, None].to(q.dtype) for table in tokens.local_rotary)
         q, k = apply_rotary(torch.cat([q, k], dim=1), cos, sin).chunk(2, dim=1)
-        k, v, alive, key_index = self.with_window(k, v, tokens, cache)
-        dropout = config.attention_dropout if self.training else 0.0
+        key_places = self.key_places(tokens, k, cache) if output_attentions else None  # before the cache is written
+        k, v, alive = self.with_window(k, v, tokens, cache)
+        out, probs = self.attend(q, k, v, alive)
         maps = None
-        if config._attn_implementation == "eager":
-            out, probs = softmax_attention(q, k, v, band_mask(alive, x.shape[1], config.window_size), dropout=dropout)
-            if output_attentions:
-                maps = probs.new_zeros(*probs.shape[:3], tokens.num_keys)
-                maps = maps.scatter_add(3, key_index[:, None, None].expand_as(probs), probs)
-        elif x.shape[1] == 1 or torch.compiler.is_compiling():  # blocks would fix the number of tokens in the graph
-            mask = band_mask(alive, x.shape[1], config.window_size)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        else:
-            out = blocked_window_attention(q, k, v, alive, config.window_size, dropout)
+        if key_places is not None and probs is not None:
+            maps = probs.new_zeros(*probs.shape[:3], tokens.num_keys)
+            maps = maps.scatter_add(3, key_places[:, None, None].expand_as(probs), probs)
         return self.o_proj(out.transpose(1, 2).flatten(2)), maps
 
-    def with_window(self, k: Tensor, v: Tensor, tokens: TokenRows, cache) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The W-1 keys and values before the chunk and the chunk's, which are alive, and their places in the row."""
-        num_before = self.config.window_size - 1
+    def with_window(self, k: Tensor, v: Tensor, tokens: TokenRows, cache) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values (B, H, W-1+T, A) of the W-1 tokens before the chunk and the chunk, and which are alive."""
+        num_before = self.window - 1
         # padding of the chunk counts as alive: only padding sees it, and its softmax must not be empty
         alive = torch.ones_like(tokens.index, dtype=torch.bool)
         if cache is None:
-            k, v = F.pad(k, (0, 0, num_before, 0)), F.pad(v, (0, 0, num_before, 0))
-            return k, v, F.pad(alive, (num_before, 0)), F.pad(tokens.index, (num_before, 0))
-        cache.adopt(k.shape[0], k)
-        key_index = torch.cat([cache.window_positions, tokens.index], dim=1)
+            return F.pad(k, (0, 0, num_before, 0)), F.pad(v, (0, 0, num_before, 0)), F.pad(alive, (num_before, 0))
         k, v, seen = cache.update(k, v, tokens.mask, tokens.index)
-        return k, v, torch.cat([seen[:, :num_before], alive], dim=1), key_index
+        return k, v, seen if tokens.mask is None else torch.cat([seen[:, :num_before], alive], dim=1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, alive: Tensor) -> tuple[Tensor, Tensor | None]:
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if self.config._attn_implementation == "eager":
+            return softmax_attention(q, k, v, band_mask(alive, q.shape[2], self.window), dropout=dropout)
+        if q.shape[2] == 1:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=alive[:, None, None], dropout_p=dropout), None
+        if torch.compiler.is_compiling():  # blocks would fix the number of tokens in the graph
+            mask = band_mask(alive, q.shape[2], self.window)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout), None
+        return blocked_window_attention(q, k, v, alive, self.window, dropout), None
+
+    def key_places(self, tokens: TokenRows, k: Tensor, cache) -> Tensor:
+        """(B, W-1+T) place in its row of every key that the chunk attends to."""
+        if cache is None:
+            return F.pad(tokens.index, (self.window - 1, 0))
+        cache.adopt(k.shape[0], k)
+        return torch.cat([cache.window_positions, tokens.index], dim=1)
 
 
 # ---------------------------------------------------------------------------------------------------- routing
 
 
 def load_balance(expert_bias: Tensor, frequencies: Tensor) -> Tensor:
-    """Imbalance sum_l |f_l - 1/L| of head frequencies (L,), whose gradient is sign(f_l - 1/L) on the bias alone.
+    """Imbalance sum_l |f_l - 1/L| of head frequencies (..., L); its gradient is sign(f_l - 1/L) on the bias alone.
 
     Auxiliary-loss-free balancing (arXiv 2408.15664), expressed so that any optimizer applies it.
     """
-    excess = frequencies.detach() - 1 / frequencies.numel()
+    excess = frequencies.detach() - 1 / frequencies.shape[-1]
+    if not (torch.is_grad_enabled() and expert_bias.requires_grad):
+        return excess.abs().sum(dim=-1)
     # value 0, gradient sign(excess)
-    pull = ((expert_bias - expert_bias.detach()) * excess.sign()).sum()
-    return excess.abs().sum() + pull
+    pull = (expert_bias - expert_bias.detach()) * excess.sign()
+    return (excess.abs() + pull).sum(dim=-1)
 
 
 def head_load(heads: Tensor, mask: Tensor | None, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """Share of the assignments (B, T, K) of real tokens that went to each head, (L,); even where there are none."""
+    """Share of each layer's assignments (layers, B, T, K) of real tokens that went to each head, (layers, L)."""
     traffic = torch.ones_like(heads, dtype=dtype) if mask is None else mask[..., None].expand_as(heads).to(dtype)
-    load = torch.zeros(num_heads, dtype=dtype, device=heads.device).scatter_add(0, heads.flatten(), traffic.flatten())
-    return torch.where(load.sum() > 0, load / load.sum().clamp(min=1), 1 / num_heads)
+    load = traffic.new_zeros(len(heads), num_heads).scatter_add(1, heads.flatten(1), traffic.flatten(1))
+    total = load.sum(dim=1, keepdim=True)
+    return torch.where(total > 0, load / total.clamp(min=1), 1 / num_heads)  # without traffic nothing is uneven
 
 
 class Routing(NamedTuple):
     """heads: (B, T, K) int64, distinct, best first. weights: (B, T, K) wide, summing to 1. logits: (B, T, L) wide.
-    load_balance_loss: (). max_vio: (), L * max_l(f_l) - 1, detached."""
+    expert_bias: (L,), through which the load-balance loss reaches the router."""
 
     heads: Tensor
     weights: Tensor
     logits: Tensor
-    load_balance_loss: Tensor
-    max_vio: Tensor
+    expert_bias: Tensor
 
 
 class Router(nn.Module):
@@ -229,17 +250,15 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_mosrah_heads, config.hidden_size))
         self.expert_bias = nn.Parameter(torch.empty(config.num_mosrah_heads))
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Routing:
+    def forward(self, x: Tensor) -> Routing:
         wide = wide_dtype(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.to(wide), self.weight.to(wide))
         biased = logits.detach() + self.expert_bias.detach().to(wide)
         # a stable sort, not topk: ties go to the lower index in every execution path
         heads = biased.sort(dim=-1, descending=True, stable=True).indices[..., : self.num_selected_heads]
-        load = head_load(heads, mask, logits.shape[-1], wide)
-        max_vio = len(load) * load.max() - 1
-        weights = logits.gather(-1, heads).softmax(dim=-1)
-        return Routing(heads, weights, logits, load_balance(self.expert_bias, load), max_vio)
+        # a copy: reentrant checkpointing must not be handed a parameter as its output
+        return Routing(heads, logits.gather(-1, heads).softmax(dim=-1), logits, self.expert_bias.clone())
 
 
 # ---------------------------------------------------------------------------------------------------- routed path
@@ -252,25 +271,27 @@ class MosrahHeads(nn.Module):
         super().__init__()
         self.config = config
         num_heads, hidden, width = config.num_mosrah_heads, config.hidden_size, config.head_dim
+        self.num_heads, self.head_dim = num_heads, width
+        self.follows_tokens = config.rope_mode == "main_sequence"
         self.router = Router(config)
         self.qkv_proj = nn.Parameter(torch.empty(num_heads, hidden, 3 * width))
         self.out_proj = nn.Parameter(torch.empty(num_heads, width, hidden))
 
     def forward(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         """Return (B, T, D), the routing, and, when asked, the attention maps (B, L, T, N)."""
-        routing = self.router(x, tokens.mask)
+        routing = self.router(x)
         if torch.compiler.is_compiling():
             return self.forward_static(x, tokens, routing, cache).to(x.dtype), routing, None
-        packing = pack(routing.heads, tokens.mask, self.config.num_mosrah_heads)
+        packing = pack(routing.heads, tokens.mask, self.num_heads)
         cos, sin = self.entry_rotary(tokens, packing, cache)  # before the cache is written
         x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
-        qkv = project(x_flat, qkv_weight, packing).unflatten(-1, (3, self.config.head_dim))
+        qkv = project(x_flat, qkv_weight, packing).unflatten(-1, (3, self.head_dim))
         q, k = apply_rotary(qkv[:, :2], cos.to(qkv.dtype), sin.to(qkv.dtype)).unbind(1)
         v = qkv[:, 2]
         first_slots, num_keys = packing.group_start, packing.group_length
         if cache is not None:
             k, v, first_slots, num_keys = cache.update(k, v, packing, tokens.index.flatten()[packing.token])
-        attended, probs = self.attend(q, k, v, packing, first_slots, num_keys)
+        attended, probs = self.attend(q, k, v, packing, first_slots, num_keys, tokens.routed_scale)
         mix = routing.weights.flatten()[packing.choice]
         y = combine(attended, out_weight, mix, packing)
         maps = self.scatter_maps(probs, tokens, packing, cache) if output_attentions else None
@@ -278,13 +299,13 @@ class MosrahHeads(nn.Module):
 
     def entry_rotary(self, tokens: TokenRows, packing: Packing, cache) -> tuple[Tensor, Tensor]:
         """(P, 1, A/2) of the token's own position, or of its index in its head's sequence, continued over the cache."""
-        if self.config.rope_mode == "main_sequence":
+        if self.follows_tokens:
             cos, sin = (table.flatten(0, 1).index_select(0, packing.token) for table in tokens.routed_rotary)
         else:
             rank = packing.rank
             if cache is not None and not cache.is_empty:
                 rank = rank + cache.slots_of(packing)[1].to(rank.device)[packing.group]
-            cos, sin = rotary_tables(rank, yarn_frequencies(self.config), tokens.routed_rotary[0].dtype)
+            cos, sin = rotary_tables(rank, tokens.routed_frequencies, tokens.routed_rotary[0].dtype)
         return cos[:, None], sin[:, None]
 
     def forward_static(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
@@ -293,16 +314,15 @@ class MosrahHeads(nn.Module):
         Every head is given all tokens, those that chose it first and in order, so that causality hides the others from
         them: L/K times the products of the packed plan, and causal attention over all T tokens in every head.
         """
-        num_heads, width = self.config.num_mosrah_heads, self.config.head_dim
-        order, chosen = chosen_first(routing.heads, tokens.mask, num_heads)
+        order, chosen = chosen_first(routing.heads, tokens.mask, self.num_heads)
         x_cast, qkv_weight, out_weight = autocast(x, self.qkv_proj, self.out_proj)
         qkv = torch.einsum("btd,lde->blte", x_cast, qkv_weight)
-        qkv = qkv.gather(2, order[..., None].expand_as(qkv)).unflatten(-1, (3, width))
+        qkv = qkv.gather(2, order[..., None].expand_as(qkv)).unflatten(-1, (3, self.head_dim))
         before = None if cache is None else cache.get_heads_lengths()
         cos, sin = self.static_rotary(tokens, order, before)
         q, k = apply_rotary(qkv[..., :2, :], cos.to(qkv.dtype), sin.to(qkv.dtype)).unbind(-2)
         v = qkv[..., 2, :]
-        scale, dropout = self.scale, self.config.attention_dropout if self.training else 0.0
+        scale, dropout = tokens.routed_scale, self.config.attention_dropout if self.training else 0.0
         if cache is None:
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, dropout_p=dropout)
         else:
@@ -313,19 +333,15 @@ class MosrahHeads(nn.Module):
 
     def static_rotary(self, tokens: TokenRows, order: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
         """(B, L, T, 1, A/2) of every head's tokens in the given order."""
-        if self.config.rope_mode == "main_sequence":
+        if self.follows_tokens:
             positions = tokens.positions[:, None].expand_as(order).gather(2, order)
         else:
             positions = torch.arange(order.shape[2], device=order.device).expand_as(order)
             positions = positions if before is None else positions + before[..., None]
-        return rotary_tables(positions[..., None], yarn_frequencies(self.config), tokens.routed_rotary[0].dtype)
+        return rotary_tables(positions[..., None], tokens.routed_frequencies, tokens.routed_rotary[0].dtype)
 
-    @property
-    def scale(self) -> float:
-        return yarn_logit_factor(self.config) / math.sqrt(self.config.head_dim)
-
-    def attend(self, q, k, v, packing: Packing, first_slots, num_keys):
-        scale, dropout = self.scale, self.config.attention_dropout if self.training else 0.0
+    def attend(self, q, k, v, packing: Packing, first_slots, num_keys, scale: float):
+        dropout = self.config.attention_dropout if self.training else 0.0
         if len(q) == 0:  # a call of padding only
             return q, None
         if self.config._attn_implementation == "eager":
@@ -334,8 +350,8 @@ class MosrahHeads(nn.Module):
 
     def scatter_maps(self, probs, tokens: TokenRows, packing: Packing, cache) -> Tensor:
         """Spread the probabilities of the groups (G, 1, queries, keys) over (B, L, T, N); N counts padding too."""
-        (num_rows, num_tokens), num_heads = tokens.index.shape, self.config.num_mosrah_heads
-        maps = torch.zeros(num_rows, num_heads, num_tokens, tokens.num_keys, device=tokens.index.device)
+        num_rows, num_tokens = tokens.index.shape
+        maps = torch.zeros(num_rows, self.num_heads, num_tokens, tokens.num_keys, device=tokens.index.device)
         if probs is None:
             return maps
         if cache is None:
@@ -352,10 +368,10 @@ class MosrahHeads(nn.Module):
 
 
 class AttentionStats(NamedTuple):
-    """What a layer reports beside its result: (), (), (B, T, L), (B, H, T, N) or None, (B, L, T, N) or None."""
+    """What a layer reports beside its result: (B, T, K), (L,), (B, T, L), and (B, H, T, N) and (B, L, T, N) or None."""
 
-    load_balance_loss: Tensor
-    max_vio: Tensor
+    heads: Tensor
+    expert_bias: Tensor
     router_logits: Tensor
     local_attentions: Tensor | None
     routed_attentions: Tensor | None
@@ -374,8 +390,17 @@ class ShramHybridLayer(nn.Module):
         routed_cache = None if layer_cache is None else layer_cache.mosrah_cache
         local, local_maps = self.local(x, tokens, local_cache, output_attentions)
         routed, routing, routed_maps = self.mosrah(x, tokens, routed_cache, output_attentions)
-        stats = routing.load_balance_loss, routing.max_vio, routing.logits
+        stats = routing.heads, routing.expert_bias, routing.logits
         return local + routed, AttentionStats(*stats, local_maps, routed_maps)
 
 
-__all__ = ["AttentionStats", "ShramHybridLayer", "TokenRows"]
+def balance(stats: list[AttentionStats], mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Load-balance loss, the mean over layers, and max_vio, the largest L * max_l(f_l) - 1; padding is not traffic."""
+    device = stats[0].heads.device
+    heads = torch.stack([s.heads.to(device) for s in stats])
+    bias = torch.stack([s.expert_bias.to(device) for s in stats])
+    load = head_load(heads, mask, bias.shape[1], stats[0].router_logits.dtype)
+    return load_balance(bias, load).mean(), bias.shape[1] * load.max() - 1
+
+
+__all__ = ["AttentionStats", "ShramHybridLayer", "TokenRows", "balance"]

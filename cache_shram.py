@@ -170,12 +170,11 @@ class LocalSlidingWindowLayerCache(RowState):
         if positions is None:
             positions = torch.arange(self.num_tokens, self.num_tokens + num_new, device=keys.device)
             positions = positions.expand(num_rows, -1)
-        alive = torch.ones(num_rows, num_new, dtype=torch.bool, device=keys.device) if mask is None else mask
+        alive = self.alive.new_ones(num_rows, num_new) if mask is None else mask
         first = self.keys.shape[2] - (self.sliding_window - 1)
         past_keys, past_values = self.keys, self.values
-        if (
-            torch.compiler.is_compiling() or self._num_sure < self.keys.shape[2]
-        ):  # dead slots may hold anything, and even masked, 0 * nan is nan
+        if torch.compiler.is_compiling() or self._num_sure < self.keys.shape[2]:
+            # dead slots may hold anything, and even masked, 0 * nan is nan
             dead = ~self.alive[:, None, :, None]
             past_keys, past_values = past_keys.masked_fill(dead, 0), past_values.masked_fill(dead, 0)
         keys = torch.cat([past_keys, keys], dim=2)
@@ -184,7 +183,7 @@ class LocalSlidingWindowLayerCache(RowState):
         positions = torch.cat([self.positions, positions], dim=1)
         num_kept = seen.shape[1] if self.record_past else max(self.sliding_window - 1, 1)
         self._retain(keys.detach(), values.detach(), seen, positions, num_kept, in_order=mask is None)
-        self.num_real_tokens = self.num_real_tokens + alive.sum(dim=1)
+        self.num_real_tokens = self.num_real_tokens + (num_new if mask is None else mask.sum(dim=1))
         self.num_tokens += num_new
         self._num_sure = min(self._num_sure + (num_new if mask is None else 0), self.keys.shape[2])
         return keys[:, :, first:], values[:, :, first:], seen[:, first:]

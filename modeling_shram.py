@@ -19,9 +19,11 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .attention_shram import AttentionStats, ShramHybridLayer, TokenRows, wide_dtype
+# every sibling is named here: for a local folder, loaders copy only what this file imports
+from .attention_shram import AttentionStats, ShramHybridLayer, TokenRows, balance
 from .cache_shram import ShramCache
 from .configuration_shram import ShramConfig
+from .plans_shram import wide_dtype
 
 # Version differences of Transformers, all of them:
 # - 5.24 renamed the cache argument and output field (`past_key_values` before);
@@ -362,6 +364,7 @@ class ShramModel(ShramPreTrainedModel):
             undo()
             raise
         hidden_states = layout.restore(self.norm(hidden_states))
+        load_balance_loss, max_vio = balance(stats, rows.mask)
         local_maps = routed_maps = None
         if output_attentions:
             local_maps = tuple(layout.restore_maps(s.local_attentions) for s in stats)
@@ -370,8 +373,8 @@ class ShramModel(ShramPreTrainedModel):
             last_hidden_state=hidden_states,
             hidden_states=(*(layout.restore(h) for h in all_hidden), hidden_states) if output_hidden_states else None,
             attentions=local_maps,
-            load_balance_loss=torch.stack([s.load_balance_loss.to(device) for s in stats]).mean(),
-            max_vio=torch.stack([s.max_vio.detach().to(device) for s in stats]).max(),
+            load_balance_loss=load_balance_loss,
+            max_vio=max_vio,
             router_logits=tuple(layout.restore(s.router_logits) for s in stats) if output_router_logits else None,
             routed_attentions=routed_maps,
             **{CACHE_KEY: cache},
