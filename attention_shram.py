@@ -6,6 +6,7 @@ the real ones first, in order.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -38,13 +39,11 @@ def rotary_frequencies(head_dim: int, base: float) -> tuple[float, ...]:
 
 def yarn_frequencies(config) -> tuple[float, ...]:
     """Rotary frequencies of the routed path, stretched by YaRN (arXiv 2309.00071, section 3.2)."""
-    stretched = []
-    for theta in rotary_frequencies(config.head_dim, config.mosrah_rope_theta):
-        num_turns = config.training_sequence_length * theta / (2 * math.pi)
-        keep = (num_turns - config.yarn_alpha) / (config.yarn_beta - config.yarn_alpha)
-        keep = min(max(keep, 0.0), 1.0)
-        stretched.append((1 - keep) * theta / config.yarn_scale + keep * theta)
-    return tuple(stretched)
+    frequencies, scale = rotary_frequencies(config.head_dim, config.mosrah_rope_theta), config.yarn_scale
+    length, alpha, beta = config.training_sequence_length, config.yarn_alpha, config.yarn_beta
+    num_turns = [length * theta / (2 * math.pi) for theta in frequencies]
+    keeps = [min(max((turns - alpha) / (beta - alpha), 0.0), 1.0) for turns in num_turns]
+    return tuple((1 - keep) * theta / scale + keep * theta for theta, keep in zip(frequencies, keeps, strict=True))
 
 
 def yarn_logit_factor(config) -> float:
@@ -88,15 +87,17 @@ class TokenRows:
     routed_scale: float = 1.0
 
     def with_rotary(self, config, dtype: torch.dtype) -> "TokenRows":
-        stretched = yarn_frequencies(config)
+        head_dim, stretched = config.head_dim, yarn_frequencies(config)
+        frequencies = rotary_frequencies(head_dim, config.local_rope_theta) + stretched
+        local, routed = zip(
+            *(x.chunk(2, dim=-1) for x in rotary_tables(self.positions, frequencies, dtype)), strict=True
+        )
         return replace(
             self,
-            local_rotary=rotary_tables(
-                self.positions, rotary_frequencies(config.head_dim, config.local_rope_theta), dtype
-            ),
-            routed_rotary=rotary_tables(self.positions, stretched, dtype),
+            local_rotary=local,
+            routed_rotary=routed,
             routed_frequencies=stretched,
-            routed_scale=yarn_logit_factor(config) / math.sqrt(config.head_dim),
+            routed_scale=yarn_logit_factor(config) / math.sqrt(head_dim),
         )
 
     def to(self, device, non_blocking: bool = False) -> "TokenRows":
@@ -227,6 +228,8 @@ def head_load(heads: Tensor, mask: Tensor | None, num_heads: int, dtype: torch.d
     """Share of each layer's assignments (layers, B, T, K) of real tokens that went to each head, (layers, L)."""
     traffic = torch.ones_like(heads, dtype=dtype) if mask is None else mask[..., None].expand_as(heads).to(dtype)
     load = traffic.new_zeros(len(heads), num_heads).scatter_add(1, heads.flatten(1), traffic.flatten(1))
+    if mask is None:
+        return load / heads[0].numel()
     total = load.sum(dim=1, keepdim=True)
     return torch.where(total > 0, load / total.clamp(min=1), 1 / num_heads)  # without traffic nothing is uneven
 
@@ -252,7 +255,11 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         wide = wide_dtype(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        # entering autocast costs as much as the product of one token
+        off = (
+            torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
+        )
+        with off:
             logits = F.linear(x.to(wide), self.weight.to(wide))
         biased = logits.detach() + self.expert_bias.detach().to(wide)
         # a stable sort, not topk: ties go to the lower index in every execution path

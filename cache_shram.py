@@ -5,6 +5,9 @@ head (fixed policy), R retained window entries, S slots of one row (growing poli
 head it chose, G groups: the (row, head) pairs that got an entry.
 """
 
+import copy
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -14,6 +17,48 @@ GROWTH_SHARE = 8
 GROWTH_SLOTS = 8
 
 
+class Tail(NamedTuple):
+    """What a commit does to the provisional tokens, those in places from `start` on: the ones before `limit` stay.
+
+    limit: int, or (B, 1) int64. end, new_end: tokens seen before and after, padding included. num_dropped: the most any
+    row loses. shift: (B, 1) places by which each row moves left, so that rows of unequal length leave no gap, or None.
+    """
+
+    start: int
+    end: int
+    limit: int | Tensor
+    new_end: int
+    num_dropped: int
+    shift: Tensor | None = None
+
+    def move(self, positions: Tensor, shift: Tensor) -> Tensor:
+        return torch.where(positions >= self.start, positions - shift, positions).to(positions.dtype)
+
+
+def plan_tail(n: int | Tensor, start: int, end: int, row_ends: Tensor) -> Tail:
+    """Keep the first n tokens of each row's tail; row_ends (B,): the place behind each row's last committed token.
+
+    A tensor of n costs one host read.
+
+    Raises:
+        ValueError: n is not one number, or one a row, in [0, end - start].
+    """
+    rule = f"n must be one integer, or one for each of {len(row_ends)} rows, in [0, {end - start}]"
+    if not torch.is_tensor(n):
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= end - start:
+            raise ValueError(f"{rule} (the provisional tokens), got {n!r}")
+        return Tail(start, end, start + n, start + n, end - start - n)
+    if n.shape != row_ends.shape or n.dtype != torch.int64:
+        raise ValueError(f"{rule}, got {n.dtype} of shape {tuple(n.shape)}")
+    n = n.to(row_ends.device)
+    ends = (n.amin(), n.amax(), (row_ends + n).amax(), (start - row_ends).amax())
+    low, high, longest, most_shift = torch.stack(ends).tolist()
+    if low < 0 or high > end - start:
+        raise ValueError(f"{rule} (the provisional tokens), got {n.tolist()}")
+    shift = (start - row_ends)[:, None] if most_shift else None
+    return Tail(start, end, (start + n)[:, None], max(start, longest), end - start - low, shift)
+
+
 class RowState:
     """State whose tensors all have the batch row first, so that every lifecycle call is one loop that forgets none."""
 
@@ -21,6 +66,7 @@ class RowState:
     other_state: tuple[str, ...]
     keys: Tensor
     device: torch.device | None = None
+    num_committed = 0  # tokens in front of the provisional tail, padding included
 
     @property
     def is_empty(self) -> bool:
@@ -57,6 +103,20 @@ class RowState:
     def restore(self, state: dict) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+    def plan_commit(self, n: int | Tensor) -> Tail:
+        raise NotImplementedError
+
+    def commit_tail(self, tail: Tail) -> None:
+        raise NotImplementedError
+
+    def commit(self, n: int | Tensor) -> None:
+        """Keep the first n (int, or one a row) tokens since past recording began or the last commit; drop the rest."""
+        self.commit_tail(self.plan_commit(n))
+
+    def discard(self) -> None:
+        """Drop all tokens since past recording began or the last commit."""
+        self.commit(0)
 
     def num_bytes(self) -> int:
         """Bytes of all stored tensors."""
@@ -107,6 +167,32 @@ class Composite:
         for part, part_state in zip(self.parts, state, strict=True):
             part.restore(part_state)
 
+    def plan_commit(self, n: int | Tensor) -> Tail:
+        return self.parts[0].plan_commit(n)
+
+    def commit_tail(self, tail: Tail) -> None:
+        for part in self.parts:
+            part.commit_tail(tail)
+
+    def commit(self, n: int | Tensor) -> None:
+        """Keep the first n tokens since past recording began or the last commit; drop the rest.
+
+        Args:
+            n: one number, or (B,) int64: every row accepts its own; shorter rows are as if those tokens never came.
+        Raises:
+            ValueError: n lies outside [0, provisional tokens].
+            RuntimeError: past recording was not on all the while. In both cases nothing was changed.
+        """
+        self.commit_tail(self.plan_commit(n))
+
+    def discard(self) -> None:
+        """Drop all tokens since past recording began or the last commit."""
+        self.commit(0)
+
+    def extent(self) -> tuple[int, int]:
+        """Committed tokens, padding included, and how many of them the window still holds."""
+        return self.parts[0].extent()
+
     def num_bytes(self) -> int:
         """Bytes of all stored tensors."""
         return sum(part.num_bytes() for part in self.parts)
@@ -122,7 +208,7 @@ class LocalSlidingWindowLayerCache(RowState):
     """
 
     row_tensors = ("keys", "values", "alive", "positions", "num_real_tokens")
-    other_state = ("num_tokens", "_num_sure")
+    other_state = ("num_tokens", "_num_sure", "num_committed")
 
     def __init__(self, sliding_window, num_heads, head_dim, batch_size, device, *, dtype=None):
         self.sliding_window, self.num_heads, self.head_dim = sliding_window, num_heads, head_dim
@@ -138,7 +224,7 @@ class LocalSlidingWindowLayerCache(RowState):
         self.alive = torch.zeros(batch_size, num_slots, dtype=torch.bool, device=device)
         self.positions = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device)
         self.num_real_tokens = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.num_tokens = self._num_sure = 0
+        self.num_tokens = self._num_sure = self.num_committed = 0
 
     @property
     def window_positions(self) -> Tensor:
@@ -220,7 +306,44 @@ class LocalSlidingWindowLayerCache(RowState):
         self._retain(self.keys, self.values, kept, self.positions, max(self.sliding_window - 1, 1), in_order=False)
         self.num_real_tokens = num_real_tokens
         self._num_sure = max(0, self._num_sure - (self.num_tokens - num_tokens))
-        self.num_tokens = num_tokens
+        self.num_tokens = self.num_committed = num_tokens
+
+    def fork(self) -> "LocalSlidingWindowLayerCache":
+        """Scratch that borrows this history: its writes make new tensors anyway."""
+        scratch = copy.copy(self)
+        scratch.record_past, scratch.num_committed = True, self.extent()[0]
+        return scratch
+
+    def extent(self) -> tuple[int, int]:
+        """Committed tokens, padding included, and how many of them are retained."""
+        total = self.num_committed if self.record_past else self.num_tokens
+        return total, min(total, self.sliding_window - 1)
+
+    def plan_commit(self, n: int | Tensor) -> Tail:
+        start = self.extent()[0]
+        ends = (self.positions + 1).where(self.alive & (self.positions < start), 0).amax(dim=1)
+        return plan_tail(n, start, self.num_tokens, ends)
+
+    def commit_tail(self, tail: Tail) -> None:
+        num_kept, num_slots = max(self.sliding_window - 1, 1), self.keys.shape[2]
+        if num_slots < num_kept + tail.end - tail.start:
+            raise RuntimeError(
+                f"cannot drop any of the last {tail.end - tail.start} tokens: the window did not record its past; "
+                "call activate_past_recording() before the forward to be rolled back"
+            )
+        if not torch.is_tensor(tail.limit) and self._num_sure >= num_slots:
+            state = self.keys, self.values, self.alive, self.positions
+            last = num_slots - tail.num_dropped
+            keys, values, alive, positions = (x.narrow(2 if x.ndim == 4 else 1, 0, last) for x in state)
+            self._retain(keys, values, alive, positions, num_kept, in_order=True)
+            self.num_real_tokens = self.num_real_tokens - tail.num_dropped
+        else:
+            kept = self.alive & (self.positions < tail.limit)
+            self.num_real_tokens = self.num_real_tokens - (self.alive.sum(dim=1) - kept.sum(dim=1))
+            positions = self.positions if tail.shift is None else tail.move(self.positions, tail.shift)
+            self._retain(self.keys, self.values, kept, positions, num_kept, in_order=False)
+        self._num_sure = max(0, self._num_sure - tail.num_dropped)
+        self.num_tokens = self.num_committed = tail.new_end
 
     def reset(self) -> None:
         self.allocate(self.keys.shape[0], self.keys.device, self.keys.dtype)
@@ -236,7 +359,7 @@ class MoSRAHCache(RowState):
     """
 
     row_tensors = ("keys", "values", "token_positions", "offsets", "capacities", "counts")
-    other_state = ("_num_free",)
+    other_state = ("_num_free", "num_committed")
 
     def __init__(
         self,
@@ -405,10 +528,61 @@ class MoSRAHCache(RowState):
         slots = (self.offsets[..., None] + rank).where(live, 0).flatten(1)
         positions = self.token_positions.flatten(1).gather(1, slots).view_as(live)
         self.counts = (live & (positions < num_tokens)).sum(dim=-1)
+        self.num_committed = num_tokens
+
+    def fork(self) -> "MoSRAHCache":
+        """Scratch that borrows this history until it writes, which it does on a copy."""
+        scratch = MoSRAHScratch.__new__(MoSRAHScratch)
+        vars(scratch).update(vars(self))
+        return scratch
+
+    def newest(self, width: int) -> tuple[Tensor, Tensor]:
+        """Places (B, L, width) of each head's last entries, newest first, and which of them exist."""
+        rank = self.counts[..., None] - 1 - torch.arange(width, device=self.counts.device)
+        live = rank >= 0
+        slots = (self.offsets[..., None] + rank).where(live, 0).flatten(1)
+        return self.token_positions.flatten(1).gather(1, slots).view_as(live), live
+
+    def extent(self) -> tuple[int, int]:
+        """Tokens up to the last that has an entry, padding included, all of them resident; a host read."""
+        if not self.num_row_slots or not self.counts.numel():
+            return 0, 0
+        places, live = self.newest(1)
+        total = int(places.where(live, -1).amax()) + 1
+        return total, total
+
+    def plan_commit(self, n: int | Tensor) -> Tail:
+        start, end = self.num_committed, self.extent()[0]
+        ends = self.counts.new_zeros(self.counts.shape[0])
+        if end:
+            places, live = self.newest(int(self.counts.amax()))
+            ends = (places.long() + 1).where(live & (places < start), 0).amax(dim=(1, 2))
+        return plan_tail(n, start, max(start, end), ends)
+
+    def commit_tail(self, tail: Tail) -> None:
+        if not self.num_row_slots:
+            return
+        places, live = self.newest(tail.end - tail.start)  # a head has one entry a token at most
+        limit = tail.limit[..., None] if torch.is_tensor(tail.limit) else tail.limit
+        self.counts = self.counts - (live & (places >= limit)).sum(dim=-1)
+        if tail.shift is not None:
+            moved = tail.move(self.token_positions.flatten(1), tail.shift)
+            self.token_positions = moved.view_as(self.token_positions)
+        self.num_committed = tail.new_end
 
     def reset(self) -> None:
+        self.num_committed = 0
         self.counts = torch.zeros_like(self.counts)
         self._num_free = int(self.capacities.amin()) if self.capacities.numel() else 0
+
+
+class MoSRAHScratch(MoSRAHCache):
+    """What `MoSRAHCache.fork` makes: every write goes to a copy of the slab, so no reader's tensor ever changes."""
+
+    def update(self, keys: Tensor, values: Tensor, packing, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self.keys, self.values = self.keys.clone(), self.values.clone()
+        self.token_positions = self.token_positions.clone()
+        return super().update(keys, values, packing, positions)
 
 
 class ShramLayerCache(Composite, CacheLayerMixin):
@@ -462,8 +636,16 @@ class ShramLayerCache(Composite, CacheLayerMixin):
         self.sliding_window_cache.record_past = value
 
     def activate_past_recording(self) -> None:
-        """Keep what leaves the window until the next `crop`, so that it can come back."""
+        """Keep what leaves the window until the next `crop` or `commit`; what comes from here on is provisional."""
         self.record_past = True
+        for part in self.parts:
+            part.num_committed = self.get_seq_length()
+
+    def fork(self) -> "ShramLayerCache":
+        """Scratch with this layer's history, read-only, and the same interface; what it writes is its own."""
+        scratch = copy.copy(self)
+        scratch.sliding_window_cache, scratch.mosrah_cache = self.sliding_window_cache.fork(), self.mosrah_cache.fork()
+        return scratch
 
     def lazy_initialization(self, key_states=None, value_states=None) -> None:
         """Nothing to do: the parts allocate when they are constructed."""
@@ -559,6 +741,12 @@ class ShramCache(Composite, Cache):
         """Keep the first n tokens (n > 0), take back the last -n (n < 0), or only trim a recorded past (n = 0)."""
         for layer in self.parts:
             layer.crop(n)
+
+    def fork(self) -> "ShramCache":
+        """Scratch of all layers: a model may run on it as on this cache, which it never changes."""
+        scratch = copy.copy(self)
+        scratch.layers = [layer.fork() for layer in self.parts]
+        return scratch
 
     def activate_past_recording(self) -> None:
         """Keep what leaves the windows until the next `crop`; valid before any forward that may be rolled back."""

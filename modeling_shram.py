@@ -201,18 +201,6 @@ def split_documents(layout: Layout, restart: Tensor) -> Layout:
 # ---------------------------------------------------------------------------------------------------- layers
 
 
-class ShramRMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(wide_dtype(x.dtype))
-        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
-
-
 class ShramMLP(nn.Module):
     """SwiGLU."""
 
@@ -229,9 +217,9 @@ class ShramMLP(nn.Module):
 class ShramDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config):
         super().__init__()
-        self.input_layernorm = ShramRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = ShramHybridLayer(config)
-        self.post_attention_layernorm = ShramRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = ShramMLP(config)
 
     def forward(self, hidden_states: Tensor, tokens: TokenRows, layer_cache=None, output_attentions: bool = False):
@@ -298,6 +286,18 @@ class ShramPreTrainedModel(PreTrainedModel):
         """A `ShramCache` of this model; keywords as its constructor's."""
         return ShramCache(self.config, batch_size, self.device, dtype=self.dtype, **kwargs)
 
+    def predictor_workspace(self, cache, *, source_layers, current_tokens: int, history_tokens: int | None = None):
+        """Scratch layers over `cache` in which a Predictor's steps write; see `rollout_shram.PredictorWorkspace`."""
+        # here, not above: nobody who only loads the model needs it, yet loading and saving must carry the file
+        from .rollout_shram import PredictorWorkspace
+
+        return PredictorWorkspace(
+            pick_cache(cache, None),
+            source_layers=source_layers,
+            current_tokens=current_tokens,
+            history_tokens=history_tokens,
+        )
+
 
 class ShramModel(ShramPreTrainedModel):
     """The decoder without a head."""
@@ -306,7 +306,7 @@ class ShramModel(ShramPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(ShramDecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = ShramRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -258,9 +258,9 @@ def attend_one_each(q, k, v, first_slots, num_keys, most_keys: int, scale) -> Te
     last = num_keys[:, None] - 1
     slots = first_slots[:, None] + torch.minimum(rank, last)  # dead slots are never read
     keys, values = (x.index_select(0, slots.flatten()).view(*slots.shape, -1) for x in (k, v))
-    scores = torch.bmm(keys, q[:, :, None])[..., 0].to(wide_dtype(q.dtype)) * scale
-    probs = scores.masked_fill(rank > last, -torch.inf).softmax(dim=-1)
-    return torch.bmm(probs.to(values.dtype)[:, None], values)[:, 0]
+    scores = torch.bmm(q[:, None] * scale, keys.transpose(1, 2)).to(wide_dtype(q.dtype))
+    probs = scores.masked_fill((rank > last)[:, None], -torch.inf).softmax(dim=-1)
+    return torch.bmm(probs.to(values.dtype), values)[:, 0]
 
 
 def attend_routed(q, k, v, packing: Packing, first_slots, num_keys, scale, dropout) -> Tensor:
