@@ -264,8 +264,12 @@ class Router(nn.Module):
         biased = logits.detach() + self.expert_bias.detach().to(wide)
         # a stable sort, not topk: ties go to the lower index in every execution path
         heads = biased.sort(dim=-1, descending=True, stable=True).indices[..., : self.num_selected_heads]
+        weights = logits.gather(-1, heads).softmax(dim=-1)
+        if torch.is_grad_enabled() and self.expert_bias.requires_grad:
+            # a gradient of zero, so that losses without the balance term leave no parameter unused
+            weights = weights + 0 * self.expert_bias.sum()
         # a copy: reentrant checkpointing must not be handed a parameter as its output
-        return Routing(heads, logits.gather(-1, heads).softmax(dim=-1), logits, self.expert_bias.clone())
+        return Routing(heads, weights, logits, self.expert_bias.clone())
 
 
 # ---------------------------------------------------------------------------------------------------- routed path

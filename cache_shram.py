@@ -38,7 +38,7 @@ class Tail(NamedTuple):
 def plan_tail(n: int | Tensor, start: int, end: int, row_ends: Tensor) -> Tail:
     """Keep the first n tokens of each row's tail; row_ends (B,): the place behind each row's last committed token.
 
-    A tensor of n costs one host read.
+    A tensor of n costs one host read; then the longest row tells how many tokens the cache has seen.
 
     Raises:
         ValueError: n is not one number, or one a row, in [0, end - start].
@@ -56,7 +56,7 @@ def plan_tail(n: int | Tensor, start: int, end: int, row_ends: Tensor) -> Tail:
     if low < 0 or high > end - start:
         raise ValueError(f"{rule} (the provisional tokens), got {n.tolist()}")
     shift = (start - row_ends)[:, None] if most_shift else None
-    return Tail(start, end, (start + n)[:, None], max(start, longest), end - start - low, shift)
+    return Tail(start, end, (start + n)[:, None], longest, end - start - low, shift)
 
 
 class RowState:
@@ -97,7 +97,10 @@ class RowState:
         self.map_rows(lambda state: state.to(self.device, non_blocking=True))
 
     def snapshot(self) -> dict:
-        """References that `restore` puts back: live entries are never overwritten in place, so nothing is copied."""
+        """References that `restore` puts back to undo later writes; copies nothing, since writes touch no live entry.
+
+        Valid until a crop or reset: writes that follow these reuse slots that were live at the snapshot.
+        """
         return {name: getattr(self, name) for name in (*self.row_tensors, *self.other_state)}
 
     def restore(self, state: dict) -> None:
@@ -124,6 +127,8 @@ class RowState:
 
     def adopt(self, num_rows: int, new: Tensor) -> None:
         """Take rows, dtype and device from the first write; refuse other rows later."""
+        if not torch.compiler.is_compiling() and self.keys.is_inference() and not torch.is_inference_mode_enabled():
+            self.map_rows(torch.clone)  # what inference mode has made nobody else may write
         rows_held, kind_held = self.keys.shape[0], (self.keys.dtype, self.keys.device)
         if (rows_held, *kind_held) == (num_rows, new.dtype, new.device):
             return
@@ -256,7 +261,7 @@ class LocalSlidingWindowLayerCache(RowState):
         if positions is None:
             positions = torch.arange(self.num_tokens, self.num_tokens + num_new, device=keys.device)
             positions = positions.expand(num_rows, -1)
-        alive = self.alive.new_ones(num_rows, num_new) if mask is None else mask
+        alive = self.alive.new_ones(num_rows, num_new) if mask is None else mask.bool()
         first = self.keys.shape[2] - (self.sliding_window - 1)
         past_keys, past_values = self.keys, self.values
         if torch.compiler.is_compiling() or self._num_sure < self.keys.shape[2]:
@@ -376,6 +381,7 @@ class MoSRAHCache(RowState):
         self.num_mosrah_heads, self.head_dim = num_mosrah_heads, head_dim
         self.mosrah_cache_length = mosrah_cache_length
         self.growing, self.layer_idx = growing, layer_idx
+        self._full_message = f"the fixed routed cache of layer {layer_idx} is full"
         self.allocate(batch_size, device, dtype)
 
     def allocate(self, batch_size, device, dtype) -> None:
@@ -445,8 +451,7 @@ class MoSRAHCache(RowState):
         """
         if self.growing:
             raise ValueError("a growing ShramCache cannot be compiled; use new_cache(batch_size, growing=False)")
-        fits = (self.counts + num_new <= self.mosrah_cache_length).all()
-        torch._assert_async(fits, f"the fixed routed cache of layer {self.layer_idx} is full")
+        torch._assert_async((self.counts + num_new <= self.mosrah_cache_length).all(), self._full_message)
         rank = torch.arange(self.mosrah_cache_length, device=keys.device) - self.counts[..., None]
         incoming = (rank >= 0) & (rank < num_new[..., None])
         source = rank.clamp(0, keys.shape[2] - 1)
@@ -461,6 +466,7 @@ class MoSRAHCache(RowState):
         self.keys, self.values = (state.detach() for state in composed)
         self.token_positions = compose(self.token_positions, positions.to(torch.int32))
         self.counts = self.counts + num_new
+        self._num_free = 0  # unknown here: an eager append must look
         return composed
 
     def slots_of(self, packing) -> tuple[Tensor, Tensor]:
@@ -496,7 +502,7 @@ class MoSRAHCache(RowState):
     def _refuse(self, need: Tensor) -> None:
         row, head = divmod(int((need - self.capacities).argmax()), self.num_mosrah_heads)
         raise ValueError(
-            f"the fixed routed cache of layer {self.layer_idx} is full: head {head} has capacity "
+            f"{self._full_message}: head {head} has capacity "
             f"{int(self.capacities[row, head])} and would need {int(need[row, head])} (row {row}); raise "
             "mosrah_overallocation_factor or use the growing cache"
         )
@@ -605,7 +611,7 @@ class ShramLayerCache(Composite, CacheLayerMixin):
             config.head_dim,
             batch_size,
             device,
-            mosrah_cache_length or config.mosrah_cache_length,
+            config.mosrah_cache_length if mosrah_cache_length is None else mosrah_cache_length,
             dtype=dtype,
             growing=growing,
             layer_idx=layer_idx,
@@ -696,13 +702,15 @@ class ShramCache(Composite, Cache):
         config: the model's `ShramConfig`.
         batch_size, device, dtype: what to allocate for; an empty cache follows its first write instead.
         growing: slots of routed heads are added as needed (default); False allocates `mosrah_cache_length` a head.
-        max_length: with `growing=False`, tokens to serve instead of `config.inference_sequence_length`.
+        max_length: with `growing=False`, tokens to serve: no head needs more slots than that.
     """
 
     is_shram_cache = True  # a marker, since the loader may import this class twice
 
     def __init__(self, config, batch_size=None, device=None, *, dtype=None, growing=True, max_length=None):
-        slots = None if max_length is None else config.mosrah_slots_for(max_length)
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        slots = config.mosrah_cache_length if max_length is None else min(max_length, config.mosrah_cache_length)
         layers: list = [
             ShramLayerCache(
                 config,
@@ -722,13 +730,18 @@ class ShramCache(Composite, Cache):
         return tuple(self.layers)  # pyrefly: ignore[bad-return]
 
     @property
+    def inference_sequence_length(self) -> int:
+        """The YaRN context that the stored keys were rotated for."""
+        return self.parts[0].inference_sequence_length
+
+    @property
     def batch_size(self) -> int:
         return self.parts[0].mosrah_cache.counts.shape[0]
 
     @property
     def num_real_tokens(self) -> Tensor:
         """Tokens seen without padding, (B,) int64."""
-        return self.parts[0].sliding_window_cache.num_real_tokens
+        return self.parts[0].sliding_window_cache.num_real_tokens.clone()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen since the last reset, padding included."""

@@ -1,6 +1,7 @@
 """Configuration of the SHRAM language model. Imports no torch."""
 
 import difflib
+import inspect
 import math
 from numbers import Real
 
@@ -54,7 +55,10 @@ def is_int(value) -> bool:
 
 
 def is_number(value) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 class ShramConfig(PretrainedConfig):
@@ -136,9 +140,7 @@ class ShramConfig(PretrainedConfig):
         self.local_rope_theta = local_rope_theta
         self.mosrah_rope_theta = mosrah_rope_theta
         self.training_sequence_length = training_sequence_length
-        self.inference_sequence_length = (
-            training_sequence_length if inference_sequence_length is None else inference_sequence_length
-        )
+        self.inference_sequence_length: int = inference_sequence_length  # pyrefly: ignore[bad-assignment]
         self.yarn_alpha = yarn_alpha
         self.yarn_beta = yarn_beta
         self.mosrah_overallocation_factor = mosrah_overallocation_factor
@@ -151,8 +153,7 @@ class ShramConfig(PretrainedConfig):
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
-        for alias in self.attribute_map.keys() & kwargs.keys():
-            setattr(self, alias, kwargs.pop(alias))
+        self.take_aliases(kwargs)
         self.refuse_misspelt(kwargs)
         self.check_rules()
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
@@ -167,13 +168,9 @@ class ShramConfig(PretrainedConfig):
 
     @property
     def mosrah_cache_length(self) -> int:
-        """Slots of one routed head in a fixed cache that serves `inference_sequence_length` tokens."""
-        return self.mosrah_slots_for(self.inference_sequence_length)
-
-    def mosrah_slots_for(self, num_tokens: int) -> int:
-        """Slots of one routed head in a fixed cache that serves `num_tokens` tokens."""
-        balanced = num_tokens * self.num_selected_heads / self.num_mosrah_heads
-        return min(num_tokens, math.ceil(balanced * self.mosrah_overallocation_factor))
+        """Slots of one routed head in a fixed cache."""
+        balanced = self.inference_sequence_length * self.num_selected_heads / self.num_mosrah_heads
+        return min(self.inference_sequence_length, math.ceil(balanced * self.mosrah_overallocation_factor))
 
     def set_inference_context(self, length: int) -> None:
         """Set the sequence length that YaRN stretches to and that caches serve."""
@@ -183,6 +180,35 @@ class ShramConfig(PretrainedConfig):
         except ValueError:
             self.inference_sequence_length = before
             raise
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As the base class, which sets overriding keywords past the constructor: check these too."""
+        loaded = super().from_dict(config_dict, **kwargs)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        config.refuse_misspelt(name for name in kwargs if name not in config_dict and not hasattr(config, name))
+        config.check_rules()
+        return loaded
+
+    def take_aliases(self, keywords: dict) -> None:
+        """Move values given under standard names to their fields; None means not given.
+
+        Raises:
+            ValueError: two names of one field disagree.
+        """
+        given: dict[str, str] = {}
+        parameters = inspect.signature(ShramConfig.__init__).parameters
+        for alias, field in self.attribute_map.items():
+            value = keywords.pop(alias, None)
+            if value is None:
+                continue
+            other, held = given.get(field, field), getattr(self, field)
+            if held != value and (field in given or held != parameters[field].default):
+                raise ValueError(f"{alias} ({value!r}) and {other} ({held!r}) name one field and disagree")
+            given[field] = alias
+            setattr(self, field, value)
+        if self.inference_sequence_length is None:
+            self.inference_sequence_length = self.training_sequence_length
 
     def refuse_misspelt(self, keywords) -> None:
         """Raise for unknown keywords that look like a field: the library would keep them without a word."""

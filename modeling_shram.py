@@ -17,13 +17,15 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
 # every sibling is named here: for a local folder, loaders copy only what this file imports
 from .attention_shram import AttentionStats, ShramHybridLayer, TokenRows, balance
 from .cache_shram import ShramCache
 from .configuration_shram import ShramConfig
 from .plans_shram import wide_dtype
+
+logger = logging.get_logger(__name__)
 
 # Version differences of Transformers, all of them:
 # - 5.24 renamed the cache argument and output field (`past_key_values` before);
@@ -58,6 +60,23 @@ def pick_cache(cache, past_key_values):
     return cache
 
 
+def check_integers(name: str, values, shape: str, num_dims: int) -> None:
+    if not torch.is_tensor(values):
+        raise ValueError(f"{name} must be a tensor of shape {shape}, got {type(values).__name__}")
+    whole = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+    if values.ndim != num_dims or not whole:
+        raise ValueError(f"{name} must be integers of shape {shape}, got {values.dtype} of {tuple(values.shape)}")
+
+
+def check_range(name: str, values: Tensor, low: int, high: int) -> None:
+    """Raise for values outside [low, high), on a CPU: on an accelerator the look would stall the queue."""
+    if values.device.type != "cpu" or torch.compiler.is_compiling() or not values.numel():
+        return
+    smallest, largest = (int(x) for x in torch.aminmax(values))
+    if smallest < low or largest >= high:
+        raise ValueError(f"{name} must lie in [{low}, {high}), got {smallest if smallest < low else largest}")
+
+
 def check_inputs(input_ids, inputs_embeds, config) -> tuple[int, int, torch.device]:
     """Rows, tokens and device of a call's input, or a ValueError that says what is wrong with it."""
     if (input_ids is None) == (inputs_embeds is None):
@@ -68,24 +87,23 @@ def check_inputs(input_ids, inputs_embeds, config) -> tuple[int, int, torch.devi
             raise ValueError(f"inputs_embeds must have shape (rows, tokens, {config.hidden_size}), got {shape}")
         source = inputs_embeds
     else:
-        if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.is_complex():
-            kind = f"shape {tuple(input_ids.shape)} of {input_ids.dtype}"
-            raise ValueError(f"input_ids must be integers of shape (rows, tokens), got {kind}")
+        check_integers("input_ids", input_ids, "(rows, tokens)", 2)
         source = input_ids
     num_rows, num_tokens = source.shape[:2]
     if num_rows == 0 or num_tokens == 0:
         raise ValueError(f"The input must hold at least one row and one token, got shape {tuple(source.shape)}")
-    # on an accelerator this look would stall the queue; there the embedding itself stops at a bad id
-    if input_ids is not None and input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-        low, high = (int(x) for x in torch.aminmax(input_ids))
-        if low < 0 or high >= config.vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(f"input_ids must lie in [0, vocab_size={config.vocab_size}), got {bad}")
+    if input_ids is not None:
+        check_range("input_ids", input_ids, 0, config.vocab_size)
     return num_rows, num_tokens, source.device
 
 
 def check_cache_room(cache, num_rows: int, num_tokens: int, config) -> None:
     num_past = 0 if cache is None else cache.get_seq_length()
+    if num_past and cache.inference_sequence_length != config.inference_sequence_length:
+        raise ValueError(
+            f"The cache holds keys for inference_sequence_length={cache.inference_sequence_length}, which is now "
+            f"{config.inference_sequence_length}: begin with a new cache"
+        )
     if num_past and cache.batch_size != num_rows:
         raise ValueError(f"The cache holds batch_size={cache.batch_size} rows, the input has {num_rows}")
     if num_past + num_tokens > config.inference_sequence_length:
@@ -99,17 +117,20 @@ def real_tokens(attention_mask: Tensor | None, num_rows: int, num_tokens: int, n
     """(B, T) bool of this call's tokens, or None when all are real."""
     if attention_mask is None:
         return None
-    widths = {num_tokens, num_past + num_tokens}
+    widths = (num_tokens, num_past + num_tokens)
     if not torch.is_tensor(attention_mask) or attention_mask.ndim != 2:
         shape = tuple(attention_mask.shape) if torch.is_tensor(attention_mask) else type(attention_mask).__name__
         raise ValueError(f"attention_mask must have shape (rows, tokens): SHRAM builds its own masks; got {shape}")
     if attention_mask.shape[0] != num_rows or attention_mask.shape[1] not in widths:
-        wanted = " or ".join(f"({num_rows}, {width})" for width in sorted(widths))
+        wanted = " or ".join(f"({num_rows}, {width})" for width in widths)
         raise ValueError(
             f"attention_mask must cover the new tokens, or past and new tokens: shape {wanted}, "
             f"got {tuple(attention_mask.shape)}"
         )
-    mask = attention_mask[:, attention_mask.shape[1] - num_tokens :].bool()
+    mask = attention_mask[:, attention_mask.shape[1] - num_tokens :]
+    if mask.is_floating_point() and not torch.compiler.is_compiling() and bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError("attention_mask must hold 1 for real tokens and 0 for padding: it is not added to scores")
+    mask = mask.bool()
     return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
 
 
@@ -144,9 +165,13 @@ def lay_out(mask, position_ids, num_rows, num_tokens, device, cache=None) -> Lay
     """
     num_past = 0 if cache is None else cache.get_seq_length()
     index = torch.arange(num_past, num_past + num_tokens, device=device).expand(num_rows, -1)
+    may_restart = position_ids is not None and num_tokens > 1
     if position_ids is None:
         position_ids = running_count(mask, index, cache, num_past)
-    elif position_ids.ndim != 2 or position_ids.shape not in {(1, num_tokens), (num_rows, num_tokens)}:
+    else:
+        check_integers("position_ids", position_ids, "(rows, tokens)", 2)
+        check_range("position_ids", position_ids, 0, 2**31)
+    if position_ids.shape[0] not in (1, num_rows) or position_ids.shape[1] != num_tokens:
         raise ValueError(f"position_ids must have shape ({num_rows}, {num_tokens}), got {tuple(position_ids.shape)}")
     positions = position_ids.to(device).expand(num_rows, -1)
     take = give_back = None
@@ -156,13 +181,16 @@ def lay_out(mask, position_ids, num_rows, num_tokens, device, cache=None) -> Lay
         offsets = torch.arange(num_rows, device=device)[:, None] * num_tokens
         take, give_back = order + offsets, order.argsort(dim=1) + offsets
     layout = Layout(TokenRows(mask, positions, index, num_past + num_tokens), take, give_back)
-    if num_tokens == 1 or torch.compiler.is_compiling():
+    if not may_restart:
         return layout
     restart = positions[:, 1:] <= positions[:, :-1]
     restart = restart if mask is None else restart & mask[:, 1:]
     if cache is not None and num_past:
         first = positions[:, 0] < cache.num_real_tokens.to(device)
         restart = restart | (first if mask is None else first & mask[:, 0])[:, None]
+    if torch.compiler.is_compiling():
+        torch._assert_async(~restart.any(), "position_ids restart inside a row (packed documents), do not compile")
+        return layout
     if not bool(restart.any()):
         return layout
     if cache is not None:
@@ -360,7 +388,7 @@ class ShramModel(ShramPreTrainedModel):
             hidden_states, all_hidden, stats = self.run_layers(
                 hidden_states, rows, cache, output_attentions, output_hidden_states
             )
-        except Exception:
+        except BaseException:
             undo()
             raise
         hidden_states = layout.restore(self.norm(hidden_states))
@@ -403,12 +431,16 @@ class ShramModel(ShramPreTrainedModel):
                 'output_attentions needs attn_implementation="eager", '
                 f"got attn_implementation={self.config._attn_implementation!r}"
             )
+        if output_attentions and torch.compiler.is_compiling():
+            raise ValueError("output_attentions is not available in a compiled model")
         return bool(output_attentions), bool(output_hidden_states)
 
     def may_cache(self, use_cache: bool | None, cache) -> bool:
         """Whether this call writes a cache: the caller's, or, outside training, a new one."""
         # with checkpointing the backward pass runs the layers again and would write twice
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if checkpointing and (use_cache or cache is not None):
+            logger.warning_once("use_cache=True is incompatible with gradient checkpointing: nothing is cached.")
         if use_cache is False or checkpointing:
             if cache is not None and cache.get_seq_length():
                 reason = "use_cache=False" if use_cache is False else "gradient checkpointing"
@@ -418,6 +450,22 @@ class ShramModel(ShramPreTrainedModel):
         return cache is not None or (wanted and not self.training)
 
 
+def check_head_arguments(source, labels, logits_to_keep, config) -> None:
+    """Refuse what would fail only behind the layers, when a cache has been written."""
+    if labels is not None:
+        check_integers("labels", labels, "(rows, tokens)", 2)
+        if torch.is_tensor(source) and labels.shape != source.shape[:2]:
+            raise ValueError(f"labels must have shape {tuple(source.shape[:2])}, got {tuple(labels.shape)}")
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_range("labels", labels[labels != -100], 0, config.vocab_size)
+    if torch.is_tensor(logits_to_keep):
+        check_integers("logits_to_keep", logits_to_keep, "(kept,)", 1)
+        if torch.is_tensor(source) and source.ndim > 1:
+            check_range("logits_to_keep", logits_to_keep, -source.shape[1], source.shape[1])
+    elif logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep must be at least 0, got {logits_to_keep}")
+
+
 def causal_lm_loss(logits: Tensor, labels: Tensor, num_items_in_batch=None) -> tuple[Tensor, Tensor | float]:
     """Next-token cross-entropy, labels shifted here, and the share of the batch's labels that this call holds.
 
@@ -425,7 +473,7 @@ def causal_lm_loss(logits: Tensor, labels: Tensor, num_items_in_batch=None) -> t
         logits: (B, T, V). labels: (B, T), -100 where nothing is to be predicted.
         num_items_in_batch: labels of the whole batch when this call is one of its parts; None: just these.
     """
-    logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device)
+    logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device, torch.int64)
     total = F.cross_entropy(logits.to(wide_dtype(logits.dtype)), labels, reduction="sum")
     num_labels = (labels != -100).sum()
     num_items = num_labels if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=logits.device)
@@ -472,6 +520,7 @@ class ShramForCausalLM(ShramPreTrainedModel, GenerationMixin):
             logits_to_keep: how many last tokens get logits (0: all), or an index tensor of tokens.
             num_items_in_batch: labels in the whole batch, when gradients of several calls are accumulated.
         """
+        check_head_arguments(input_ids if inputs_embeds is None else inputs_embeds, labels, logits_to_keep, self.config)
         out = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -486,8 +535,9 @@ class ShramForCausalLM(ShramPreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-        kept = slice(None) if isinstance(kept, int) or labels is not None else kept
+        kept = logits_to_keep
+        if labels is not None or isinstance(kept, int):
+            kept = slice(-kept, None) if labels is None and kept else slice(None)
         logits, loss = self.lm_head(out.last_hidden_state[:, kept]), None
         if labels is not None:
             loss, share = causal_lm_loss(logits, labels, num_items_in_batch)
@@ -505,6 +555,12 @@ class ShramForCausalLM(ShramPreTrainedModel, GenerationMixin):
             **{CACHE_KEY: getattr(out, CACHE_KEY)},
         )
 
+    def load_predictor(self, path=None):
+        """The Predictor that drafts for this model; see `predictor_shram.ShramPredictor.load`."""
+        from .predictor_shram import ShramPredictor
+
+        return ShramPredictor.load(self, path)
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
@@ -512,8 +568,8 @@ class ShramForCausalLM(ShramPreTrainedModel, GenerationMixin):
         cache = pick_cache(model_kwargs.pop("cache", None), model_kwargs.pop("past_key_values", None))
         implementation = generation_config.cache_implementation
         longest = self.config.inference_sequence_length
-        # the last token is returned but never fed
-        if max_cache_length > longest:
+        is_caching = cache is not None or generation_config.use_cache is not False
+        if is_caching and max_cache_length > longest:
             raise ValueError(
                 f"generate would feed {max_cache_length} tokens, more than inference_sequence_length={longest}; "
                 "shorten max_new_tokens or the prompt, or call config.set_inference_context"

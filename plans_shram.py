@@ -149,13 +149,14 @@ class RoutedProjection(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, token = ctx.saved_tensors
         grad_x = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for head, (rows, entries) in enumerate(
             zip(token.split(ctx.head_sizes), grad.split(ctx.head_sizes), strict=True)
         ):
             if len(rows):
                 grad_x.index_add_(0, rows, (entries @ weight[head].T).to(grad_x.dtype))
-                torch.mm(x.index_select(0, rows).T, entries, out=grad_weight[head])
+                if grad_weight is not None:
+                    torch.mm(x.index_select(0, rows).T, entries, out=grad_weight[head])
         return grad_x.to(x.dtype), grad_weight, None, None
 
 
@@ -179,7 +180,7 @@ class RoutedCombination(torch.autograd.Function):
     def backward(ctx, grad):
         attended, weight, mix, token = ctx.saved_tensors
         grad_attended = torch.empty_like(attended)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_mix = torch.empty_like(mix)
         parts = (x.split(ctx.head_sizes) for x in (attended, mix, token, grad_attended, grad_mix))
         for head, (a, m, rows, grad_a, grad_m) in enumerate(zip(*parts, strict=True)):
@@ -188,7 +189,8 @@ class RoutedCombination(torch.autograd.Function):
                 unmixed = (grad_rows @ weight[head].T).to(m.dtype)
                 grad_a.copy_(unmixed * m[:, None])
                 torch.sum(unmixed * a, dim=-1, out=grad_m)
-                torch.mm((a * m[:, None]).to(a.dtype).T, grad_rows, out=grad_weight[head])
+                if grad_weight is not None:
+                    torch.mm((a * m[:, None]).to(a.dtype).T, grad_rows, out=grad_weight[head])
         return grad_attended, grad_weight, grad_mix, None, None, None
 
 

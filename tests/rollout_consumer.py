@@ -53,8 +53,9 @@ class VideoBlock(nn.Module):
         q = rotate(self.q(x).unflatten(-1, (HEADS, WIDTH)), start)
         k, v = self.kv(x).unflatten(-1, (2, HEADS, WIDTH)).unbind(2)
         local_end = self.write(cache, rotate(k, start), v, start + x.shape[1])
-        first = 0 if self.window is None else max(self.sink, local_end - (self.window - self.sink))
-        seen = list(range(min(self.sink, local_end))) + list(range(max(first, self.sink), local_end))
+        seen: slice | list[int] = slice(0, local_end)
+        if self.window is not None and local_end > self.window:
+            seen = [*range(self.sink), *range(local_end - (self.window - self.sink), local_end)]
         keys, values = (cache[name][:, seen].transpose(1, 2) for name in ("k", "v"))
         attended = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values)
         return x + self.out(attended.transpose(1, 2).flatten(2))
@@ -91,7 +92,9 @@ class StaticBlock(VideoBlock):
             cache[name].copy_(torch.where(new, fresh[:, index], cache[name]))
         mask = rank < x.shape[1]
         keys, values = (cache[name].transpose(1, 2) for name in ("k", "v"))
-        attended = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask)
+        attended = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, attn_mask=mask.expand(x.shape[1], -1)
+        )
         cache["global_end_index"].add_(x.shape[1])
         cache["local_end_index"].add_(x.shape[1])
         return x + self.out(attended.transpose(1, 2).flatten(2))

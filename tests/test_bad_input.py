@@ -65,8 +65,54 @@ def test_generate_refuses_what_forward_refuses(model, ids):
 def test_static_generation_reports_the_head_that_overflows():
     model = set_routing(wide_model(tiny_config(pad_token_id=0, mosrah_overallocation_factor=1.0)), "collapsed")
     with pytest.raises(ValueError, match=r"(?i)layer.*head.*capacity"):
-        model.generate(IDS, max_new_tokens=20, do_sample=False, cache_implementation="static", eos_token_id=64)
-    assert model.generate(IDS, max_new_tokens=20, do_sample=False, eos_token_id=64).shape == (2, 29)
+        model.generate(IDS, max_new_tokens=40, do_sample=False, cache_implementation="static", eos_token_id=64)
+    assert model.generate(IDS, max_new_tokens=40, do_sample=False, eos_token_id=64).shape == (2, 49)
+
+
+def test_a_static_cache_no_longer_than_its_slots_cannot_overflow():
+    model = set_routing(wide_model(tiny_config(pad_token_id=0, mosrah_overallocation_factor=1.0)), "collapsed")
+    greedy = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 64}
+    assert torch.equal(model.generate(IDS, **greedy, cache_implementation="static"), model.generate(IDS, **greedy))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"labels": IDS[:, :5]},
+        {"labels": IDS + 1000},
+        {"labels": IDS.float()},
+        {"logits_to_keep": torch.tensor([99])},
+        {"logits_to_keep": -1},
+        {"position_ids": torch.full_like(IDS, -3)},
+        {"position_ids": torch.arange(9.0)[None]},
+        {"attention_mask": torch.zeros(2, 9).masked_fill(IDS > 30, -torch.inf)},
+    ],
+    ids=lambda arguments: str(next(iter(arguments))),
+)
+def test_arguments_are_refused_before_the_cache_is_written(model, arguments):
+    cache = model.new_cache()
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        model(IDS, cache=cache, **arguments)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_longer_context_asks_for_a_new_cache():
+    model = wide_model(tiny_config())
+    cache = model.new_cache()
+    model(IDS, cache=cache)
+    model.config.set_inference_context(128)
+    with pytest.raises(ValueError, match=r"64.*128"):
+        model(IDS[:, :1], cache=cache)
+    assert model(IDS, cache=model.new_cache()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("growing", [True, False])
+def test_a_cache_filled_in_inference_mode_serves_outside_it(model, growing):
+    with torch.inference_mode():
+        cache = model.new_cache(2, growing=growing)
+        model(IDS[:, :8], cache=cache)
+    logits = model(IDS[:, 8:], cache=cache).logits
+    torch.testing.assert_close(logits, model(IDS).logits[:, 8:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture

@@ -67,6 +67,43 @@ def test_a_compiled_program_stops_where_a_fixed_cache_overflows():
         compiled(model)(draw_ids(1, 20), cache=model.new_cache(1, growing=False))
 
 
+@torch.no_grad()
+def test_a_growing_mask_recompiles_nothing(model):
+    run = compiled(model)
+    fixed, growing = model.new_cache(2, growing=False), model.new_cache(2)
+    ids, mask = draw_ids(2, 48), torch.ones(2, 48, dtype=torch.long)
+    mask[0, :4] = 0
+    for step, end in enumerate([12, *range(13, 49)]):
+        new = slice(0 if step == 0 else end - 1, end)
+        arguments = {"attention_mask": mask[:, :end].clone(), "use_cache": True}
+        actual, expected = (
+            f(ids[:, new].clone(), cache=c, **arguments).logits for f, c in ((run, fixed), (model, growing))
+        )
+        assert_near(actual[:, -1], expected[:, -1])
+        if step == 3:
+            num_graphs = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+@torch.no_grad()
+def test_an_eager_append_after_compiled_ones_still_sees_the_overflow():
+    model = wide_model(tiny_config(mosrah_overallocation_factor=1.0, inference_sequence_length=32))
+    for layer in model.model.layers:
+        layer.self_attn.mosrah.router.expert_bias[0] = 100
+    cache, ids = model.new_cache(1, growing=False), draw_ids(1, 20)
+    compiled(model)(ids[:, :16], cache=cache)
+    with pytest.raises(ValueError, match="layer 0 is full"):
+        model(ids[:, 16:17], cache=cache)
+    assert cache.get_seq_length() == 16
+
+
+@torch.no_grad()
+def test_packed_documents_stop_a_compiled_program(model):
+    positions = torch.cat([torch.arange(6), torch.arange(7)])[None]
+    with pytest.raises(RuntimeError, match="position_ids restart"):
+        compiled(model)(draw_ids(1, 13), position_ids=positions, use_cache=False)
+
+
 def test_a_growing_cache_says_that_it_cannot_be_compiled(model):
     with torch.no_grad(), pytest.raises(Exception, match="growing=False"):
         compiled(model)(draw_ids(1, 5), cache=model.new_cache(1))

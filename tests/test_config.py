@@ -72,7 +72,9 @@ BROKEN = [
 
 
 def build(**fields) -> ShramConfig:
-    return ShramConfig(**{**TINY, **fields})
+    """The tiny configuration with these fields; a field named by its standard name is left to that name."""
+    plain = {name: value for name, value in TINY.items() if name not in {ALIASES.get(given) for given in fields}}
+    return ShramConfig(**{**plain, **fields})
 
 
 def test_defaults_are_the_documented_ones():
@@ -207,3 +209,26 @@ def test_what_is_accepted_runs_and_what_is_refused_is_named(fields):
     model = ShramForCausalLM(config).eval()
     ids = torch.arange(7)[None] % config.vocab_size
     assert model(ids, use_cache=False).logits.isfinite().all()
+
+
+def test_two_names_of_one_field_must_agree():
+    with pytest.raises(ValueError, match=r"num_key_value_heads \(8\).*num_attention_heads \(4\)"):
+        build(num_attention_heads=4, num_key_value_heads=8)
+    with pytest.raises(ValueError, match=r"max_position_embeddings \(128\).*inference_sequence_length \(64\)"):
+        build(inference_sequence_length=64, max_position_embeddings=128)
+    assert build(num_attention_heads=4, num_key_value_heads=4).num_sliding_window_heads == 4
+    assert build(max_position_embeddings=None).inference_sequence_length == 32
+
+
+def test_overrides_at_load_are_checked_too(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"num_selected_heads.*99"):
+        ShramConfig.from_pretrained(tmp_path, num_selected_heads=99)
+    with pytest.raises(ValueError, match="window_size"):
+        ShramConfig.from_pretrained(tmp_path, window_sise=3)
+    assert ShramConfig.from_pretrained(tmp_path, window_size=3).window_size == 3
+
+
+def test_an_integer_beyond_every_float_is_refused_by_name():
+    with pytest.raises(ValueError, match="local_rope_theta"):
+        tiny_config(local_rope_theta=10**400)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from packaging.version import Version
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, Trainer, TrainingArguments
 
 from tests.contract.remote import RELEASE, cache_of, load, prompt
 
@@ -207,3 +207,11 @@ def test_a_few_steps_learn_one_row_by_heart(model):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize("auto_class", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_classification_heads_leave_no_parameter_without_a_gradient(checkpoint, auto_class):
+    model = auto_class.from_pretrained(checkpoint, trust_remote_code=True, num_labels=3, pad_token_id=0).train()
+    labels = torch.tensor([0, 2]) if auto_class is AutoModelForSequenceClassification else IDS % 3
+    model(IDS, labels=labels).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
