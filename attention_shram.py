@@ -126,8 +126,10 @@ def blocked_window_attention(q: Tensor, k: Tensor, v: Tensor, alive: Tensor, win
 
     q: (B, H, T, A); k, v: (B, H, W-1+T, A); alive: (B, W-1+T). Returns (B, H, T, A).
     """
-    num_queries = q.shape[2]
-    block = min(max(window, 32), num_queries)
+    num_queries, block = q.shape[2], max(window, 32)
+    if num_queries <= block:
+        mask = band_mask(alive, num_queries, window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     padding = -num_queries % block
     if padding:
         q, k, v = (F.pad(x, (0, 0, 0, padding)) for x in (q, k, v))
@@ -171,7 +173,9 @@ class SlidingWindowHeads(nn.Module):
         cos, sin = (table[:, None].to(q.dtype) for table in tokens.local_rotary)
         q, k = apply_rotary(torch.cat([q, k], dim=1), cos, sin).chunk(2, dim=1)
         key_places = self.key_places(tokens, k, cache) if output_attentions else None  # before the cache is written
+        is_plain = q.shape[2] == 1 and tokens.mask is None and cache is not None and cache.is_full
         k, v, alive = self.with_window(k, v, tokens, cache)
+        alive = None if is_plain else alive
         out, probs = self.attend(q, k, v, alive)
         maps = None
         if key_places is not None and probs is not None:
@@ -189,16 +193,17 @@ class SlidingWindowHeads(nn.Module):
         k, v, seen = cache.update(k, v, tokens.mask, tokens.index)
         return k, v, seen if tokens.mask is None else torch.cat([seen[:, :num_before], alive], dim=1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, alive: Tensor) -> tuple[Tensor, Tensor | None]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, alive: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """q: (B, H, T, A); k, v: (B, H, W-1+T, A); alive: (B, W-1+T), None for one query and a full window."""
         dropout = self.config.attention_dropout if self.training else 0.0
         if self.config._attn_implementation == "eager":
+            alive = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if alive is None else alive
             return softmax_attention(q, k, v, band_mask(alive, q.shape[2], self.window), dropout=dropout)
-        if q.shape[2] == 1:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=alive[:, None, None], dropout_p=dropout), None
-        if torch.compiler.is_compiling():  # blocks would fix the number of tokens in the graph
-            mask = band_mask(alive, q.shape[2], self.window)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout), None
-        return blocked_window_attention(q, k, v, alive, self.window, dropout), None
+        if alive is not None and q.shape[2] > 1 and not torch.compiler.is_compiling():
+            return blocked_window_attention(q, k, v, alive, self.window, dropout), None
+        # blocks would fix the number of tokens in a graph, and one query needs none
+        mask = None if alive is None else band_mask(alive, q.shape[2], self.window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout), None
 
     def key_places(self, tokens: TokenRows, k: Tensor, cache) -> Tensor:
         """(B, W-1+T) place in its row of every key that the chunk attends to."""
@@ -310,6 +315,8 @@ class MosrahHeads(nn.Module):
 
     def entry_rotary(self, tokens: TokenRows, packing: Packing, cache) -> tuple[Tensor, Tensor]:
         """(P, 1, A/2) of the token's own position, or of its index in its head's sequence, continued over the cache."""
+        if self.follows_tokens and tokens.positions.numel() == 1:
+            return tokens.routed_rotary[0], tokens.routed_rotary[1]
         if self.follows_tokens:
             cos, sin = (table.flatten(0, 1).index_select(0, packing.token) for table in tokens.routed_rotary)
         else:

@@ -209,7 +209,7 @@ class LocalSlidingWindowLayerCache(RowState):
     State: `keys`, `values` (B, H, R, A), right-aligned, R = max(W - 1, 1), more while past is recorded; `alive` (B, R)
     bool, what lies under False is never read; `positions` (B, R) int64, place of the entry in its row, padding
     counted; `num_real_tokens` (B,) int64 and `num_tokens` int, tokens seen without and with padding; `_num_sure` int,
-    a lower bound of the first that needs no look at the tensor.
+    entries that every row is sure to hold, known without a look at `alive`.
     """
 
     row_tensors = ("keys", "values", "alive", "positions", "num_real_tokens")
@@ -240,6 +240,11 @@ class LocalSlidingWindowLayerCache(RowState):
     def is_empty(self) -> bool:
         return self.num_tokens == 0
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot is known to be alive; a compiled program never knows."""
+        return not torch.compiler.is_compiling() and self._num_sure >= self.keys.shape[2]
+
     def get_seq_length(self) -> int:
         """Tokens seen since the last reset, padding included."""
         return self.num_tokens
@@ -264,7 +269,7 @@ class LocalSlidingWindowLayerCache(RowState):
         alive = self.alive.new_ones(num_rows, num_new) if mask is None else mask.bool()
         first = self.keys.shape[2] - (self.sliding_window - 1)
         past_keys, past_values = self.keys, self.values
-        if torch.compiler.is_compiling() or self._num_sure < self.keys.shape[2]:
+        if not self.is_full:
             # dead slots may hold anything, and even masked, 0 * nan is nan
             dead = ~self.alive[:, None, :, None]
             past_keys, past_values = past_keys.masked_fill(dead, 0), past_values.masked_fill(dead, 0)

@@ -112,7 +112,8 @@ FEW_TOKENS = 16
 def project(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
     """Project tokens for their heads: x (B*T, D), weight (L, D, 3A); returns (P, 3A)."""
     if len(x) == 1:
-        return torch.matmul(x, weight.index_select(0, packing.group_head)).squeeze(1)  # entries are groups
+        chosen = weight.index_select(0, packing.group_head)  # entries are groups
+        return torch.bmm(x.expand(len(chosen), 1, -1), chosen).squeeze(1)
     if len(x) <= FEW_TOKENS:
         return torch.matmul(x, weight)[packing.group_head[packing.group], packing.token]
     return RoutedProjection.apply(x, weight, packing.token, packing.head_sizes)

@@ -34,9 +34,14 @@ class ShramPredictor(nn.Module):
         source_layers: the teacher's layers that the blocks are copies of and whose history they read.
         num_drafts: C, tokens guessed at once.
         num_steps: P-steps it is trained for.
+        reads_history: False hides the committed K/V from it, to see what they are worth.
     """
 
-    def __init__(self, teacher, *, source_layers=(1, 4), num_drafts: int = 7, num_steps: int = 3):
+    num_full_passes = 0  # of the last decoding
+
+    def __init__(
+        self, teacher, *, source_layers=(1, 4), num_drafts: int = 7, num_steps: int = 3, reads_history: bool = True
+    ):
         super().__init__()
         num_layers, hidden = teacher.config.num_hidden_layers, teacher.config.hidden_size
         if not source_layers or not all(0 <= i < num_layers for i in source_layers):
@@ -44,6 +49,7 @@ class ShramPredictor(nn.Module):
         if num_drafts < 1 or num_steps < 1:
             raise ValueError(f"num_drafts and num_steps must be >= 1, got {num_drafts} and {num_steps}")
         self.source_layers, self.num_drafts, self.num_steps = tuple(source_layers), num_drafts, num_steps
+        self.reads_history = reads_history
         self.teacher = (teacher,)  # in a tuple, so that its parameters are not the Predictor's
         layers = teacher.model.layers
         self.layers = nn.ModuleList(copy.deepcopy(layers[i]) for i in self.source_layers)
@@ -58,7 +64,8 @@ class ShramPredictor(nn.Module):
 
     @property
     def settings(self) -> dict:
-        return {"source_layers": self.source_layers, "num_drafts": self.num_drafts, "num_steps": self.num_steps}
+        names = ("source_layers", "num_drafts", "num_steps", "reads_history")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def load(cls, teacher, path=None, subfolder: str = FOLDER) -> "ShramPredictor":
@@ -69,11 +76,14 @@ class ShramPredictor(nn.Module):
         predictor.load_state_dict(load_state_dict(weights))
         return predictor.eval()
 
-    def open(self, cache, num_drafts: int | None = None, history_tokens: int | None = None) -> PredictorWorkspace:
+    def open(self, cache, num_drafts: int | None = None) -> PredictorWorkspace:
         """A workspace over the teacher's cache for one chunk."""
-        num_drafts = self.num_drafts if num_drafts is None else num_drafts
-        layers = self.source_layers
-        return PredictorWorkspace(cache, source_layers=layers, current_tokens=num_drafts, history_tokens=history_tokens)
+        return PredictorWorkspace(
+            cache,
+            source_layers=self.source_layers,
+            current_tokens=self.num_drafts if num_drafts is None else num_drafts,
+            history_tokens=None if self.reads_history else 0,
+        )
 
     def forward(self, chunk: Tensor, feature: Tensor, workspace, step: int = 0) -> tuple[Tensor, Tensor]:
         """One P-step: logits (B, C, V) of the tokens after each of the chunk's, and features (B, C, D) for the next.
@@ -215,7 +225,10 @@ def check_call(model, input_ids, generation_config, predictor, predictor_steps, 
         "use_cache=False": cache is not None,
         "inputs_embeds": kwargs.get("inputs_embeds") is None and input_ids.shape[1] > 0,
         "stream_to with more than one row": stream_to is None or len(input_ids) == 1,
-        "a cache of the caller's with more than one row": len(input_ids) == 1 or cache.get_seq_length() == 0,
+        "a cache of the caller's with more than one row": len(input_ids) == 1
+        or not cache
+        or not cache.get_seq_length(),
+        "padding behind a prompt": kwargs.get("attention_mask") is None or bool(kwargs["attention_mask"][:, -1].all()),
     }
     broken = [name for name, holds in rules.items() if not holds]
     if broken:

@@ -308,25 +308,25 @@ def set_extent(block: MutableMapping, key: str, value: int) -> None:
 # ---------------------------------------------------------------------------------------------------- stale check
 
 
-def leaves(state) -> Iterator:
-    if isinstance(state, Mapping):
-        state = list(state.values())
-    if isinstance(state, list | tuple):
-        for part in state:
-            yield from leaves(part)
-    else:
-        yield state
-
-
 def fingerprint(layer) -> list[tuple[Any, int | None]]:
     """The tensors and numbers of a layer with the tensors' versions: no host read, and any write changes it."""
-    state = [layer[key] for key in (*STORED, *EXTENTS)] if isinstance(layer, Mapping) else layer.snapshot()
-    return [(x, x._version if torch.is_tensor(x) and not x.is_inference() else None) for x in leaves(state)]
+    states: list = [
+        {key: layer[key] for key in (*STORED, *EXTENTS)} if isinstance(layer, Mapping) else layer.snapshot()
+    ]
+    found = []
+    while states:
+        state = states.pop()
+        if isinstance(state, dict):
+            for x in state.values():
+                found.append((x, x._version if isinstance(x, Tensor) and not x.is_inference() else None))
+        else:
+            states.extend(state)
+    return found
 
 
 def same(before: Sequence, after: Sequence) -> bool:
     return len(before) == len(after) and all(
-        version == now and (x is y if torch.is_tensor(x) else x == y)
+        version == now and (x is y or (not isinstance(x, Tensor) and x == y))
         for (x, version), (y, now) in zip(before, after, strict=True)
     )
 

@@ -76,20 +76,21 @@ class Rates:
     copy: float
 
     @classmethod
-    def measure(cls, dtype: torch.dtype, head_dim: int = 16) -> "Rates":
+    def probes(cls, dtype: torch.dtype, head_dim: int = 16) -> dict[str, Callable[[], object]]:
+        """Calls to be timed beside others, so that rates and times come from the same moments."""
         square = torch.randn(1024, 1024, dtype=dtype)
         q = torch.randn(1, 1, 2048, head_dim, dtype=dtype)
         source = torch.randn(2**24, dtype=torch.float32)
         target = torch.empty_like(source)
-        times = medians(
-            {
-                "gemm": lambda: square @ square,
-                "sdpa": lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True),
-                "copy": lambda: target.copy_(source),
-            },
-            repeats=9,
-            warmup=2,
-        )
-        # a causal half of 2048 x 2048 pairs, 4 A operations each; a copy reads and writes
+        return {
+            "gemm": lambda: square @ square,
+            "sdpa": lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True),
+            "copy": lambda: target.copy_(source),
+        }
+
+    @classmethod
+    def of(cls, times: dict[str, float], head_dim: int = 16) -> "Rates":
+        """Rates from the seconds of the probes."""
+        # a causal half of 2048 x 2048 pairs, 4 A operations each; a copy reads and writes 2^24 float32
         sdpa = 4 * head_dim * 2048 * 2049 / 2
-        return cls(2 * 1024**3 / times["gemm"], sdpa / times["sdpa"], 2 * source.nbytes / times["copy"])
+        return cls(2 * 1024**3 / times["gemm"], sdpa / times["sdpa"], 2 * 4 * 2**24 / times["copy"])

@@ -70,16 +70,17 @@ def cache_bytes(cache) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def measure(phase: str, length: int, arguments, rates: Rates) -> dict:
+def measure(phase: str, length: int, arguments) -> dict:
     dtype = getattr(torch, arguments.dtype)
     models = {"llama": make_llama(length + 1024, dtype), "shram": make_shram(length + 1024, dtype)}
     if arguments.collapsed:
         collapse(models["shram"])
     calls = make_calls(phase, models, length)
-    times = medians(calls, arguments.repeats)
+    probes = Rates.probes(dtype) if phase == "prefill" else {}
+    times = medians(calls | probes, arguments.repeats)
     steps = DECODE_STEPS if "decode" in phase else 1
     row = {"phase": phase, "length": length}
-    row |= {f"{name}_ms": 1e3 * taken / steps for name, taken in times.items()}
+    row |= {f"{name}_ms": 1e3 * times[name] / steps for name in calls}
     row["ratio"] = times["llama"] / times["shram"]
     if steps > 1:
         row |= {
@@ -90,7 +91,8 @@ def measure(phase: str, length: int, arguments, rates: Rates) -> dict:
     else:
         row |= {f"{name}_peak_mb": peak_extra_bytes(call) / 2**20 for name, call in calls.items()}
     if phase == "prefill":
-        work = prefill_work(models["shram"].config, length, dtype.itemsize)
+        work, rates = prefill_work(models["shram"].config, length, dtype.itemsize), Rates.of(times)
+        row |= {"gemm_gflops": rates.gemm / 1e9, "sdpa_gflops": rates.sdpa / 1e9, "copy_gbs": rates.copy / 1e9}
         row["limit"] = work.seconds(rates) / times["shram"]
     return row
 
@@ -145,16 +147,12 @@ def main() -> None:
     print(f"parity of cached and uncached logits: largest difference {difference:.1e}")
     if difference > {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]:
         raise SystemExit("cached and uncached logits differ: nothing is timed")
-    rates = Rates.measure(dtype)
-    gemm, sdpa, copy = (rate / 1e9 for rate in vars(rates).values())
-    print(f"rates: GEMM {gemm:.0f} GFLOP/s, causal SDPA {sdpa:.0f} GFLOP/s, copy {copy:.1f} GB/s")
-
     lengths = [int(length) for length in arguments.lengths.split(",")]
     cases = [(phase, length) for phase in arguments.phase.split(",") for length in lengths]
     cases = [(p, n) for p, n in cases if p in ("prefill", "decode") or n <= arguments.max_train]
-    rows = [measure(phase, length, arguments, rates) for phase, length in tqdm(cases)]
+    rows = [measure(phase, length, arguments) for phase, length in tqdm(cases)]
     print(table(rows))
-    print(json.dumps({"machine": machine, "rates": vars(rates), "rows": rows}))
+    print(json.dumps({"machine": machine, "rows": rows}))
     if arguments.plot:
         plot(rows, arguments.plot, machine)
 

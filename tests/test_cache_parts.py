@@ -336,8 +336,9 @@ def test_there_is_no_joint_update(growing):
 def test_growing_is_the_default_and_a_shorter_fixed_cache_can_be_asked_for(model):
     assert not ShramCache(model.config).layers[0].is_compileable
     config = tiny_config(num_mosrah_heads=7, num_selected_heads=3, mosrah_overallocation_factor=1.5)
-    cache = ShramCache(config, 1, "cpu", growing=False, max_length=20)
-    assert cache.layers[0].mosrah_cache.keys.shape == (1, 7, 13, 8)
+    for max_length, num_slots in ((20, 20), (50, 42), (None, 42)):  # 42 = ceil(64 * 3 / 7 * 1.5)
+        cache = ShramCache(config, 1, "cpu", growing=False, max_length=max_length)
+        assert cache.layers[0].mosrah_cache.keys.shape == (1, 7, num_slots, 8)
 
 
 def test_bytes_are_counted_over_all_layers(growing):

@@ -391,6 +391,7 @@ def test_what_cannot_be_forked_is_refused():
 @torch.no_grad()
 def test_a_compiled_p_step_is_one_graph_from_chunk_to_chunk():
     torch.compiler.reset()
+    counters.clear()
     model = wide_model(tiny_config(num_hidden_layers=3, mosrah_overallocation_factor=99.0), 0, torch.float64)
     cache, predictor = model.new_cache(2, growing=False), make_predictor(model)
     run = torch.compile(predictor, fullgraph=True, backend="aot_eager")

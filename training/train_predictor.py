@@ -100,8 +100,7 @@ def distillation_loss(logits: Tensor, target: Tensor, discount: float) -> Tensor
 def train_chunk(predictor, cache, chunk: Tensor, feature: Tensor, num_steps: int, recipe: dict):
     """P-steps, Full pass, backward: the teacher's hidden state behind the chunk, and tokens a Full pass would give."""
     teacher = predictor.teacher[0]
-    history = None if recipe["reads_history"] else 0
-    with predictor.open(cache, history_tokens=history) as workspace:
+    with predictor.open(cache) as workspace:
         guesses = list(predictor.roll_out(chunk[:, 0], feature, workspace, num_steps))
     with torch.no_grad():  # the only writer of the cache
         hidden = teacher.model(chunk, cache=cache).last_hidden_state
