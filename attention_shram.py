@@ -126,7 +126,7 @@ def blocked_window_attention(q: Tensor, k: Tensor, v: Tensor, alive: Tensor, win
 
     q: (B, H, T, A); k, v: (B, H, W-1+T, A); alive: (B, W-1+T). Returns (B, H, T, A).
     """
-    num_queries, block = q.shape[2], max(window, 32)
+    num_queries, block = q.shape[2], max(window // 2, 32)
     if num_queries <= block:
         mask = band_mask(alive, num_queries, window)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
