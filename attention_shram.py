@@ -186,12 +186,14 @@ class SlidingWindowHeads(nn.Module):
     def with_window(self, k: Tensor, v: Tensor, tokens: TokenRows, cache) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, H, W-1+T, A) of the W-1 tokens before the chunk and the chunk, and which are alive."""
         num_before = self.window - 1
+        if cache is not None and tokens.mask is None:
+            return cache.update(k, v, None, tokens.index)
         # padding of the chunk counts as alive: only padding sees it, and its softmax must not be empty
         alive = torch.ones_like(tokens.index, dtype=torch.bool)
         if cache is None:
             return F.pad(k, (0, 0, num_before, 0)), F.pad(v, (0, 0, num_before, 0)), F.pad(alive, (num_before, 0))
         k, v, seen = cache.update(k, v, tokens.mask, tokens.index)
-        return k, v, seen if tokens.mask is None else torch.cat([seen[:, :num_before], alive], dim=1)
+        return k, v, torch.cat([seen[:, :num_before], alive], dim=1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, alive: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """q: (B, H, T, A); k, v: (B, H, W-1+T, A); alive: (B, W-1+T), None for one query and a full window."""
@@ -306,9 +308,11 @@ class MosrahHeads(nn.Module):
         v = qkv[:, 2]
         first_slots, num_keys = packing.group_start, packing.group_length
         if cache is not None:
-            k, v, first_slots, num_keys = cache.update(k, v, packing, tokens.index.flatten()[packing.token])
+            k, v, first_slots, num_keys = cache.update(
+                k, v, packing, tokens.index.flatten().index_select(0, packing.token)
+            )
         attended, probs = self.attend(q, k, v, packing, first_slots, num_keys, tokens.routed_scale)
-        mix = routing.weights.flatten()[packing.choice]
+        mix = routing.weights.flatten().index_select(0, packing.choice)
         y = combine(attended, out_weight, mix, packing)
         maps = self.scatter_maps(probs, tokens, packing, cache) if output_attentions else None
         return y.view_as(x).to(x.dtype), routing, maps

@@ -432,17 +432,16 @@ class MoSRAHCache(RowState):
             ValueError: a head of a fixed cache has too few slots; nothing was changed.
         """
         self.adopt(packing.num_rows, keys)
-        where = packing.group_row * self.num_mosrah_heads + packing.group_head
         composed = None
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             composed = self._compose(keys, values, packing)
-        self._reserve(where, packing.group_length, packing.num_tokens)
+        self._reserve(packing.group_flat, packing.group_length, packing.num_tokens)
         first_slots, history = self.slots_of(packing)
         slots = (first_slots + history).index_select(0, packing.group) + packing.rank
         self.keys.view(-1, self.head_dim).index_copy_(0, slots, keys.detach())
         self.values.view(-1, self.head_dim).index_copy_(0, slots, values.detach())
         self.token_positions.view(-1).index_copy_(0, slots, positions.to(torch.int32))
-        self.counts = self.counts.view(-1).index_add(0, where, packing.group_length).view_as(self.counts)
+        self.counts = self.counts.view(-1).index_add(0, packing.group_flat, packing.group_length).view_as(self.counts)
         if composed is not None:
             return composed
         flat_keys, flat_values = self.keys.view(-1, self.head_dim), self.values.view(-1, self.head_dim)
@@ -476,9 +475,8 @@ class MoSRAHCache(RowState):
 
     def slots_of(self, packing) -> tuple[Tensor, Tensor]:
         """First slot (in all rows' slots) and live entries of every group, each (G,) int64."""
-        where = packing.group_row * self.num_mosrah_heads + packing.group_head
-        first_slots = packing.group_row * self.num_row_slots + self.offsets.view(-1).index_select(0, where)
-        return first_slots, self.counts.view(-1).index_select(0, where)
+        offsets, counts = (x.view(-1).index_select(0, packing.group_flat) for x in (self.offsets, self.counts))
+        return packing.group_row * self.num_row_slots + offsets, counts
 
     def _compose(self, keys, values, packing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """History and chunk of every group, one after the other, in new storage through which gradients flow."""

@@ -47,6 +47,18 @@ def show_generation(model, tokenizer, num_new: int) -> None:
         print("*", text)
 
 
+def show_predictor(model, tokenizer, num_new: int) -> None:
+    heading("drafted by the Predictor, checked by the model")
+    predictor = model.load_predictor()
+    prompt = tokenizer(BATCH[0], return_tensors="pt")
+    fixed = {"max_new_tokens": num_new, "do_sample": False}
+    plain = model.generate(**prompt, **fixed)
+    drafted = model.generate(**prompt, **fixed, custom_generate=predictor.decode, predictor=predictor)
+    num_made = drafted.shape[1] - prompt["input_ids"].shape[1]
+    print(f"{num_made / predictor.num_full_passes:.2f} tokens per pass of the model; plain greedy's text:", end=" ")
+    print(torch.equal(plain, drafted))
+
+
 def show_cache(model, tokenizer) -> None:
     config = model.config
     ids = tokenizer(read_prompt(), return_tensors="pt").input_ids[:, : config.inference_sequence_length]
@@ -112,6 +124,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(HERE, trust_remote_code=True).eval()
     print(f"{model.num_parameters():,} parameters, {model.config.num_hidden_layers} layers")
     show_generation(model, tokenizer, arguments.new_tokens)
+    show_predictor(model, tokenizer, arguments.new_tokens)
     show_cache(model, tokenizer)
     show_heads(model, tokenizer, arguments.picture)
 

@@ -33,7 +33,8 @@ class Packing:
     """The assignments of a call, sorted by head, then row, then token: one entry per real token and chosen head.
 
     choice: (P,) int64, index of the entry into the flat (B, T, K) choices; token: (P,), its flat (B, T) token.
-    group, rank: (P,), its group and its place there. group_row, group_head, group_start, group_length: (G,).
+    group, rank: (P,), its group and its place there. group_row, group_head, group_start, group_length: (G,);
+    group_flat: (G,), index of the group into flat (B, L).
     head_sizes: entries of each head, on the host. num_rows, num_tokens: B, T.
     """
 
@@ -43,6 +44,7 @@ class Packing:
     rank: Tensor
     group_row: Tensor
     group_head: Tensor
+    group_flat: Tensor
     group_start: Tensor
     group_length: Tensor
     head_sizes: list[int]
@@ -54,7 +56,7 @@ def pack(heads: Tensor, mask: Tensor | None, num_heads: int) -> Packing:
     """Sort the chosen heads (B, T, K) into groups; padding is never packed."""
     num_rows, num_tokens, num_selected = heads.shape
     if num_tokens == 1 and num_rows <= FEW_TOKENS and mask is None:
-        return pack_one_each(heads)
+        return pack_one_each(heads, num_heads)
     rows = torch.arange(num_rows, device=heads.device)[:, None, None]
     key = heads * num_rows + rows
     if mask is not None:
@@ -66,15 +68,16 @@ def pack(heads: Tensor, mask: Tensor | None, num_heads: int) -> Packing:
         key, choice = key[:num_entries], choice[:num_entries]
     group_key, group, group_length = key.unique_consecutive(return_inverse=True, return_counts=True)
     group_start = group_length.cumsum(0) - group_length
-    group_head = group_key // num_rows
+    group_head, group_row = group_key // num_rows, group_key % num_rows
     head_sizes = torch.zeros(num_heads, dtype=torch.int64, device=key.device).index_add_(0, group_head, group_length)
     return Packing(
         choice=choice,
         token=choice // num_selected,
         group=group,
         rank=torch.arange(len(key), device=key.device) - group_start[group],
-        group_row=group_key % num_rows,
+        group_row=group_row,
         group_head=group_head,
+        group_flat=group_row * num_heads + group_head,
         group_start=group_start,
         group_length=group_length,
         head_sizes=head_sizes.tolist(),
@@ -83,18 +86,19 @@ def pack(heads: Tensor, mask: Tensor | None, num_heads: int) -> Packing:
     )
 
 
-def pack_one_each(heads: Tensor) -> Packing:
+def pack_one_each(heads: Tensor, num_heads: int) -> Packing:
     """One token a row (B, 1, K): every entry is a group of its own, and no order matters."""
     num_rows, _, num_selected = heads.shape
     entry = torch.arange(num_rows * num_selected, device=heads.device)
-    row = entry // num_selected
+    row, head = entry // num_selected, heads.flatten()
     return Packing(
         choice=entry,
         token=row,
         group=entry,
         rank=torch.zeros_like(entry),
         group_row=row,
-        group_head=heads.flatten(),
+        group_head=head,
+        group_flat=head if num_rows == 1 else row * num_heads + head,
         group_start=entry,
         group_length=torch.ones_like(entry),
         head_sizes=[],

@@ -24,6 +24,8 @@ from .rollout_shram import PredictorWorkspace
 FOLDER = "predictor"
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 MASK = -1  # stands for a token that is yet to be guessed
+# A Full pass over more tokens costs more than its drafts save: a batch waits for its unluckiest row anyway.
+FULL_PASS_TOKENS = 16
 
 
 class ShramPredictor(nn.Module):
@@ -301,7 +303,7 @@ def full_pass(call: Call, rows: Rows, active: list[int], feature: Tensor) -> tup
     room = rows.ids.shape[1] - min(rows.lengths[row] for row in active)
     # no row's places may outgrow what plain greedy would feed
     room = min(room, call.model.config.inference_sequence_length - call.cache.get_seq_length())
-    num_drafts = min(call.predictor.num_drafts, room - 1)
+    num_drafts = min(call.predictor.num_drafts, room - 1, max(1, FULL_PASS_TOKENS // len(active) - 1))
     drafts = anchor.new_zeros(len(active), 0)
     if num_drafts > 0:
         drafts = call.predictor.draft(anchor, feature, call.cache, num_drafts, call.num_steps)
