@@ -59,7 +59,32 @@ def plan_tail(n: int | Tensor, start: int, end: int, row_ends: Tensor) -> Tail:
     return Tail(start, end, (start + n)[:, None], longest, end - start - low, shift)
 
 
-class RowState:
+class Provisional:
+    """Tokens that came since past recording began or the last commit are provisional until the next."""
+
+    def plan_commit(self, n: int | Tensor) -> Tail:
+        raise NotImplementedError
+
+    def commit_tail(self, tail: Tail) -> None:
+        raise NotImplementedError
+
+    def commit(self, n: int | Tensor) -> None:
+        """Keep the first n provisional tokens and drop the rest.
+
+        Args:
+            n: one number, or (B,) int64: every row accepts its own; shorter rows are as if those tokens never came.
+        Raises:
+            ValueError: n lies outside [0, provisional tokens].
+            RuntimeError: past recording was not on all the while. In both cases nothing was changed.
+        """
+        self.commit_tail(self.plan_commit(n))
+
+    def discard(self) -> None:
+        """Drop all provisional tokens."""
+        self.commit(0)
+
+
+class RowState(Provisional):
     """State whose tensors all have the batch row first, so that every lifecycle call is one loop that forgets none."""
 
     row_tensors: tuple[str, ...]
@@ -107,20 +132,6 @@ class RowState:
         for name, value in state.items():
             setattr(self, name, value)
 
-    def plan_commit(self, n: int | Tensor) -> Tail:
-        raise NotImplementedError
-
-    def commit_tail(self, tail: Tail) -> None:
-        raise NotImplementedError
-
-    def commit(self, n: int | Tensor) -> None:
-        """Keep the first n (int, or one a row) tokens since past recording began or the last commit; drop the rest."""
-        self.commit_tail(self.plan_commit(n))
-
-    def discard(self) -> None:
-        """Drop all tokens since past recording began or the last commit."""
-        self.commit(0)
-
     def num_bytes(self) -> int:
         """Bytes of all stored tensors."""
         return sum(getattr(self, name).nbytes for name in self.row_tensors)
@@ -140,7 +151,7 @@ class RowState:
             self.map_rows(lambda state: state.to(new.device, new.dtype if state.is_floating_point() else None))
 
 
-class Composite:
+class Composite(Provisional):
     """Lifecycle calls that go to every part, so that none can be forgotten."""
 
     @property
@@ -178,21 +189,6 @@ class Composite:
     def commit_tail(self, tail: Tail) -> None:
         for part in self.parts:
             part.commit_tail(tail)
-
-    def commit(self, n: int | Tensor) -> None:
-        """Keep the first n tokens since past recording began or the last commit; drop the rest.
-
-        Args:
-            n: one number, or (B,) int64: every row accepts its own; shorter rows are as if those tokens never came.
-        Raises:
-            ValueError: n lies outside [0, provisional tokens].
-            RuntimeError: past recording was not on all the while. In both cases nothing was changed.
-        """
-        self.commit_tail(self.plan_commit(n))
-
-    def discard(self) -> None:
-        """Drop all tokens since past recording began or the last commit."""
-        self.commit(0)
 
     def extent(self) -> tuple[int, int]:
         """Committed tokens, padding included, and how many of them the window still holds."""
