@@ -51,11 +51,16 @@ class Packing:
     num_rows: int
     num_tokens: int
 
+    def is_few(self, num_products: int) -> bool:
+        """Whether to multiply for all heads at once; num_products: multiplications for one token in one head."""
+        num_tokens = self.num_rows * self.num_tokens
+        return not self.head_sizes or (num_tokens <= FEW_TOKENS and num_tokens * num_products <= FEW_PRODUCTS)
+
 
 def pack(heads: Tensor, mask: Tensor | None, num_heads: int) -> Packing:
     """Sort the chosen heads (B, T, K) into groups; padding is never packed."""
     num_rows, num_tokens, num_selected = heads.shape
-    if num_tokens == 1 and num_rows <= FEW_TOKENS and mask is None:
+    if num_tokens == 1 and num_rows <= FEW_ROWS and mask is None:
         return pack_one_each(heads, num_heads)
     rows = torch.arange(num_rows, device=heads.device)[:, None, None]
     key = heads * num_rows + rows
@@ -109,8 +114,12 @@ def pack_one_each(heads: Tensor, num_heads: int) -> Packing:
 
 # ---------------------------------------------------------------------------------------------------- projections
 
-# Up to so many tokens, one product for all heads costs less than a loop over those chosen.
-FEW_TOKENS = 16
+# Up to so many tokens, and to so many multiplications a head, one product for all heads costs less than a loop over
+# those chosen: the second is about what a turn of the loop takes.
+FEW_TOKENS = 64
+FEW_PRODUCTS = 2**19
+# Rows of one token each that are packed without a sort.
+FEW_ROWS = 16
 # So many rows of width D at a time stay in the processor's cache between product and sum.
 ROW_BLOCK = 256
 
@@ -120,7 +129,7 @@ def project(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
     if len(x) == 1:
         chosen = weight.index_select(0, packing.group_head)  # entries are groups
         return torch.bmm(x.expand(len(chosen), 1, -1), chosen).squeeze(1)
-    if len(x) <= FEW_TOKENS:
+    if packing.is_few(weight.shape[1] * weight.shape[2]):
         return torch.matmul(x, weight)[packing.group_head[packing.group], packing.token]
     return RoutedProjection.apply(x, weight, packing.token, packing.head_sizes)
 
@@ -128,7 +137,7 @@ def project(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
 def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> Tensor:
     """Sum over each token's heads of mix * (attended @ weight): (P, A), (L, A, D), (P,); returns (B*T, D) wide."""
     num_tokens = packing.num_rows * packing.num_tokens
-    if num_tokens > FEW_TOKENS:
+    if not packing.is_few(3 * weight.shape[1] * weight.shape[2]):
         return RoutedCombination.apply(attended, weight, mix, packing.token, packing.head_sizes, num_tokens)
     mixed = (attended * mix[:, None]).to(attended.dtype)
     if num_tokens == 1:
