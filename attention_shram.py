@@ -385,7 +385,7 @@ class MosrahHeads(nn.Module):
         entry_probs = probs[packing.group, 0, packing.rank]
         spread = entry_probs.new_zeros(len(entry_probs), tokens.num_keys)
         spread = spread.scatter_add(1, key_place[packing.group], entry_probs)
-        where = packing.group_row[packing.group], packing.group_head[packing.group], packing.token % num_tokens
+        where = packing.group_row[packing.group], packing.head, packing.token % num_tokens
         return maps.to(spread.dtype).index_put(where, spread)
 
 

@@ -213,11 +213,12 @@ class LocalSlidingWindowLayerCache(RowState):
 
     def __init__(self, sliding_window, num_heads, head_dim, batch_size, device, *, dtype=None):
         self.sliding_window, self.num_heads, self.head_dim = sliding_window, num_heads, head_dim
+        self.num_window_slots = max(sliding_window - 1, 1)
         self.record_past = False
         self.allocate(batch_size, device, dtype)
 
     def allocate(self, batch_size, device, dtype) -> None:
-        num_slots = max(self.sliding_window - 1, 1)
+        num_slots = self.num_window_slots
         shape = (batch_size, self.num_heads, num_slots, self.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
@@ -273,7 +274,7 @@ class LocalSlidingWindowLayerCache(RowState):
         values = torch.cat([past_values, values], dim=2)
         seen = torch.cat([self.alive, alive], dim=1)
         positions = torch.cat([self.positions, positions], dim=1)
-        num_kept = seen.shape[1] if self.record_past else max(self.sliding_window - 1, 1)
+        num_kept = seen.shape[1] if self.record_past else self.num_window_slots
         self._retain(keys.detach(), values.detach(), seen, positions, num_kept, in_order=mask is None)
         self.num_real_tokens = self.num_real_tokens + (num_new if mask is None else mask.sum(dim=1))
         self.num_tokens += num_new
@@ -309,7 +310,7 @@ class LocalSlidingWindowLayerCache(RowState):
                 f"cannot crop the cache from {self.num_tokens} to {num_tokens} tokens: the sliding window has dropped "
                 "entries it would need; call activate_past_recording() before the forward to be rolled back"
             )
-        self._retain(self.keys, self.values, kept, self.positions, max(self.sliding_window - 1, 1), in_order=False)
+        self._retain(self.keys, self.values, kept, self.positions, self.num_window_slots, in_order=False)
         self.num_real_tokens = num_real_tokens
         self._num_sure = max(0, self._num_sure - (self.num_tokens - num_tokens))
         self.num_tokens = self.num_committed = num_tokens
@@ -331,7 +332,7 @@ class LocalSlidingWindowLayerCache(RowState):
         return plan_tail(n, start, self.num_tokens, ends)
 
     def commit_tail(self, tail: Tail) -> None:
-        num_kept, num_slots = max(self.sliding_window - 1, 1), self.keys.shape[2]
+        num_kept, num_slots = self.num_window_slots, self.keys.shape[2]
         if num_slots < num_kept + tail.end - tail.start:
             raise RuntimeError(
                 f"cannot drop any of the last {tail.end - tail.start} tokens: the window did not record its past; "

@@ -51,6 +51,11 @@ class Packing:
     num_rows: int
     num_tokens: int
 
+    @property
+    def head(self) -> Tensor:
+        """(P,) the head of every entry."""
+        return self.group_head[self.group]
+
     def is_few(self, num_products: int) -> bool:
         """Whether to multiply for all heads at once; num_products: multiplications for one token in one head."""
         num_tokens = self.num_rows * self.num_tokens
@@ -130,7 +135,7 @@ def project(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
         chosen = weight.index_select(0, packing.group_head)  # entries are groups
         return torch.bmm(x.expand(len(chosen), 1, -1), chosen).squeeze(1)
     if packing.is_few(weight.shape[1] * weight.shape[2]):
-        return torch.matmul(x, weight)[packing.group_head[packing.group], packing.token]
+        return torch.matmul(x, weight)[packing.head, packing.token]
     return RoutedProjection.apply(x, weight, packing.token, packing.head_sizes)
 
 
@@ -143,7 +148,7 @@ def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> 
     if num_tokens == 1:
         return (mixed.view(1, -1) @ weight.index_select(0, packing.group_head).flatten(0, 1)).to(mix.dtype)
     spread = mixed.new_zeros(num_tokens, len(weight), mixed.shape[1])
-    spread = spread.index_put((packing.token, packing.group_head[packing.group]), mixed)
+    spread = spread.index_put((packing.token, packing.head), mixed)
     return (spread.flatten(1) @ weight.flatten(0, 1)).to(mix.dtype)
 
 
