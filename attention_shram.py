@@ -16,15 +16,19 @@ from torch import Tensor, nn
 
 from .plans_shram import (
     Packing,
+    attend_few,
     attend_padded,
     attend_routed,
     attend_static,
     autocast,
     chosen_first,
     combine,
+    combine_few,
     combine_static,
+    fits_few,
     pack,
     project,
+    project_few,
     softmax_attention,
     wide_dtype,
 )
@@ -73,8 +77,8 @@ class TokenRows:
     mask: (B, T) bool, or None when every token is real. positions: (B, T) int64, for rotary embedding.
     index: (B, T) int64, place of the token in its row as the caller counts, padding included.
     num_keys: tokens of a row so far, N, padding included.
-    local_rotary, routed_rotary: cosines and sines (B, T, A/2) of the positions, made once for all layers, as are
-    routed_frequencies and routed_scale, the YaRN frequencies and the factor of the routed path's logits.
+    local_rotary, routed_rotary: cosines and sines of the positions, (B, 1, T, A/2) and (B, T, A/2), made once for all
+    layers, as are routed_frequencies and routed_scale, the YaRN frequencies and the factor of the routed path's logits.
     """
 
     mask: Tensor | None
@@ -94,7 +98,7 @@ class TokenRows:
         )
         return replace(
             self,
-            local_rotary=local,
+            local_rotary=tuple(table[:, None] for table in local),
             routed_rotary=routed,
             routed_frequencies=stretched,
             routed_scale=yarn_logit_factor(config) / math.sqrt(head_dim),
@@ -114,11 +118,16 @@ class TokenRows:
 # ---------------------------------------------------------------------------------------------------- local path
 
 
+def band(num_queries: int, num_keys: int, window: int, device) -> Tensor:
+    """(T, n) bool: which of n keys, the last of them their own, T queries see: the W up to their own."""
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)
+    distance = query[:, None] - torch.arange(num_keys, device=device)
+    return (distance >= 0) & (distance < window)
+
+
 def band_mask(alive: Tensor, num_queries: int, window: int) -> Tensor:
-    """(B, 1, T, W-1+T) bool: query t sees the W keys t .. t+W-1 of (window, chunk), as far as they are alive."""
-    key, query = (torch.arange(n, device=alive.device) for n in (alive.shape[1], num_queries))
-    distance = key - query[:, None]
-    return ((distance >= 0) & (distance < window)) & alive[:, None, None, :]
+    """(B, 1, T, n) bool: the band, as far as keys are alive, (B, n)."""
+    return band(num_queries, alive.shape[1], window, alive.device) & alive[:, None, None, :]
 
 
 def blocked_window_attention(q: Tensor, k: Tensor, v: Tensor, alive: Tensor, window: int, dropout: float) -> Tensor:
@@ -170,24 +179,25 @@ class SlidingWindowHeads(nn.Module):
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        cos, sin = (table[:, None].to(q.dtype) for table in tokens.local_rotary)
+        cos, sin = (table.to(q.dtype) for table in tokens.local_rotary)
         q, k = apply_rotary(torch.cat([q, k], dim=1), cos, sin).chunk(2, dim=1)
         key_places = self.key_places(tokens, k, cache) if output_attentions else None  # before the cache is written
-        is_plain = q.shape[2] == 1 and tokens.mask is None and cache is not None and cache.is_full
         k, v, alive = self.with_window(k, v, tokens, cache)
-        alive = None if is_plain else alive
         out, probs = self.attend(q, k, v, alive)
         maps = None
         if key_places is not None and probs is not None:
             maps = probs.new_zeros(*probs.shape[:3], tokens.num_keys)
+            key_places = key_places[:, -probs.shape[3] :]
             maps = maps.scatter_add(3, key_places[:, None, None].expand_as(probs), probs)
         return self.o_proj(out.transpose(1, 2).flatten(2)), maps
 
-    def with_window(self, k: Tensor, v: Tensor, tokens: TokenRows, cache) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, H, W-1+T, A) of the W-1 tokens before the chunk and the chunk, and which are alive."""
+    def with_window(self, k: Tensor, v: Tensor, tokens: TokenRows, cache) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values (B, H, W-1+T, A) of the W-1 tokens before the chunk and the chunk, and which are alive;
+        fewer than W-1 where all are alive, and then None."""
         num_before = self.window - 1
         if cache is not None and tokens.mask is None:
-            return cache.update(k, v, None, tokens.index)
+            appended = cache.append(k, v, tokens.index)
+            return cache.update(k, v, None, tokens.index) if appended is None else (*appended, None)
         # padding of the chunk counts as alive: only padding sees it, and its softmax must not be empty
         alive = torch.ones_like(tokens.index, dtype=torch.bool)
         if cache is None:
@@ -196,15 +206,18 @@ class SlidingWindowHeads(nn.Module):
         return k, v, torch.cat([seen[:, :num_before], alive], dim=1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, alive: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """q: (B, H, T, A); k, v: (B, H, W-1+T, A); alive: (B, W-1+T), None for one query and a full window."""
-        dropout = self.config.attention_dropout if self.training else 0.0
-        if self.config._attn_implementation == "eager":
-            alive = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if alive is None else alive
-            return softmax_attention(q, k, v, band_mask(alive, q.shape[2], self.window), dropout=dropout)
-        if alive is not None and q.shape[2] > 1 and not torch.compiler.is_compiling():
-            return blocked_window_attention(q, k, v, alive, self.window, dropout), None
-        # blocks would fix the number of tokens in a graph, and one query needs none
-        mask = None if alive is None else band_mask(alive, q.shape[2], self.window)
+        """q: (B, H, T, A); k, v: (B, H, n, A), the last T the chunk's; alive: (B, n), n = W-1+T, or None: all are."""
+        dropout, num_queries = self.config.attention_dropout if self.training else 0.0, q.shape[2]
+        mask, is_eager = None, self.config._attn_implementation == "eager"
+        if alive is not None:
+            # blocks would fix the number of tokens in a graph, and one query needs none
+            if not is_eager and num_queries > 1 and not torch.compiler.is_compiling():
+                return blocked_window_attention(q, k, v, alive, self.window, dropout), None
+            mask = band_mask(alive, num_queries, self.window)
+        elif num_queries > 1 or is_eager:
+            mask = band(num_queries, k.shape[2], self.window, k.device)
+        if is_eager:
+            return softmax_attention(q, k, v, mask, dropout=dropout)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout), None
 
     def key_places(self, tokens: TokenRows, k: Tensor, cache) -> Tensor:
@@ -300,6 +313,8 @@ class MosrahHeads(nn.Module):
         routing = self.router(x)
         if torch.compiler.is_compiling():
             return self.forward_static(x, tokens, routing, cache).to(x.dtype), routing, None
+        if cache is not None and self.takes_few(tokens):
+            return self.forward_few(x, tokens, routing, cache), routing, None
         packing = pack(routing.heads, tokens.mask, self.num_heads)
         cos, sin = self.entry_rotary(tokens, packing, cache)  # before the cache is written
         x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
@@ -319,8 +334,6 @@ class MosrahHeads(nn.Module):
 
     def entry_rotary(self, tokens: TokenRows, packing: Packing, cache) -> tuple[Tensor, Tensor]:
         """(P, 1, A/2) of the token's own position, or of its index in its head's sequence, continued over the cache."""
-        if self.follows_tokens and tokens.positions.numel() == 1:
-            return tokens.routed_rotary[0], tokens.routed_rotary[1]
         if self.follows_tokens:
             cos, sin = (table.flatten(0, 1).index_select(0, packing.token) for table in tokens.routed_rotary)
         else:
@@ -329,6 +342,33 @@ class MosrahHeads(nn.Module):
                 rank = rank + cache.slots_of(packing)[1].to(rank.device)[packing.group]
             cos, sin = rotary_tables(rank, tokens.routed_frequencies, tokens.routed_rotary[0].dtype)
         return cos[:, None], sin[:, None]
+
+    def takes_few(self, tokens: TokenRows) -> bool:
+        """Whether a call on a cache is short enough for `forward_few`, and asks for nothing it does not do."""
+        if torch.is_grad_enabled() or self.training or tokens.mask is not None:
+            return False
+        num_products = self.qkv_proj.shape[1] * self.qkv_proj.shape[2]
+        fits = fits_few(*tokens.index.shape, self.router.num_selected_heads, tokens.num_keys, num_products)
+        return fits and self.config._attn_implementation != "eager"
+
+    def forward_few(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
+        """The same for a short chunk on a cache: only the chosen heads' entries are touched, nothing is sorted."""
+        heads = routing.heads.flatten()
+        x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
+        qkv = project_few(x_flat, qkv_weight, heads).view(len(x_flat), -1, 3, self.head_dim)
+        entries = cache.place(routing.heads, qkv)
+        q, k = apply_rotary(qkv[:, :, :2], *self.few_rotary(tokens, entries, qkv)).flatten(0, 1).unbind(1)
+        k, v = cache.append(k, qkv[:, :, 2].flatten(0, 1), entries, tokens.index)
+        attended = attend_few(q, k, v, entries.first_slots, entries.num_keys, tokens.routed_scale)
+        return combine_few(attended, out_weight, heads, routing.weights.flatten(0, 1)).view_as(x).to(x.dtype)
+
+    def few_rotary(self, tokens: TokenRows, entries, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """(B*T, 1 or K, 1, A/2)."""
+        tables = tokens.routed_rotary
+        if not self.follows_tokens:
+            rank = entries.num_keys.view(qkv.shape[:2]) - 1
+            tables = rotary_tables(rank, tokens.routed_frequencies, tables[0].dtype)
+        return tuple(table.reshape(len(qkv), -1, 1, table.shape[-1]).to(qkv.dtype) for table in tables)
 
     def forward_static(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
         """The same by shapes that depend on B and T alone, for `torch.compile` and `torch.export`.

@@ -9,8 +9,11 @@ import copy
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .plans_shram import ranks_in_chunk
 
 # A growing slab gives each head this share of free slots when it moves, and at least this many.
 GROWTH_SHARE = 8
@@ -84,6 +87,15 @@ class Provisional:
         self.commit(0)
 
 
+class Entries(NamedTuple):
+    """Where the P entries of a short chunk go: head_of_row, index into flat (B, L); first_slots of their heads'
+    histories; num_keys up to and with themselves; all (P,) int64."""
+
+    head_of_row: Tensor
+    first_slots: Tensor
+    num_keys: Tensor
+
+
 class RowState(Provisional):
     """State whose tensors all have the batch row first, so that every lifecycle call is one loop that forgets none."""
 
@@ -138,9 +150,10 @@ class RowState(Provisional):
 
     def adopt(self, num_rows: int, new: Tensor) -> None:
         """Take rows, dtype and device from the first write; refuse other rows later."""
-        if not torch.compiler.is_compiling() and self.keys.is_inference() and not torch.is_inference_mode_enabled():
+        keys = self.keys
+        if not torch.compiler.is_compiling() and keys.is_inference() and not torch.is_inference_mode_enabled():
             self.map_rows(torch.clone)  # what inference mode has made nobody else may write
-        rows_held, kind_held = self.keys.shape[0], (self.keys.dtype, self.keys.device)
+        rows_held, kind_held = keys.shape[0], (keys.dtype, keys.device)
         if (rows_held, *kind_held) == (num_rows, new.dtype, new.device):
             return
         if self.is_empty:
@@ -202,31 +215,42 @@ class Composite(Provisional):
 class LocalSlidingWindowLayerCache(RowState):
     """The last W - 1 real tokens of each row, for the local path of one layer.
 
-    State: `keys`, `values` (B, H, R, A), right-aligned, R = max(W - 1, 1), more while past is recorded; `alive` (B, R)
-    bool, what lies under False is never read; `positions` (B, R) int64, place of the entry in its row, padding
-    counted; `num_real_tokens` (B,) int64 and `num_tokens` int, tokens seen without and with padding; `_num_sure` int,
-    entries that every row is sure to hold, known without a look at `alive`.
+    State: `keys`, `values` (B, H, R, A), right-aligned, R = max(W - 1, 1), more while past is recorded; they are the
+    slots before `_end` of `_keys`, `_values`, which may have spare slots behind; `alive` (B, R) bool, what lies under
+    False is never read; `positions` (B, R) int64, place of the entry in its row, padding counted; `num_real_tokens`
+    (B,) int64 and `num_tokens` int, tokens seen without and with padding; `_num_sure` int, entries that every row is
+    sure to hold, known without a look at `alive`; `_is_borrowed`: another cache reads the same storage.
     """
 
-    row_tensors = ("keys", "values", "alive", "positions", "num_real_tokens")
-    other_state = ("num_tokens", "_num_sure", "num_committed")
+    row_tensors = ("_keys", "_values", "alive", "positions", "num_real_tokens")
+    other_state = ("_end", "_is_borrowed", "num_tokens", "_num_sure", "num_committed")
 
     def __init__(self, sliding_window, num_heads, head_dim, batch_size, device, *, dtype=None):
         self.sliding_window, self.num_heads, self.head_dim = sliding_window, num_heads, head_dim
         self.num_window_slots = max(sliding_window - 1, 1)
+        self.num_spare_slots = max(sliding_window // 4, GROWTH_SLOTS)
         self.record_past = False
         self.allocate(batch_size, device, dtype)
 
     def allocate(self, batch_size, device, dtype) -> None:
         num_slots = self.num_window_slots
         shape = (batch_size, self.num_heads, num_slots, self.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.device = self.keys.device
+        self._keys = torch.zeros(shape, device=device, dtype=dtype)
+        self._values = torch.zeros(shape, device=device, dtype=dtype)
+        self._end, self._is_borrowed = num_slots, False
+        self.device = self._keys.device
         self.alive = torch.zeros(batch_size, num_slots, dtype=torch.bool, device=device)
         self.positions = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device)
         self.num_real_tokens = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.num_tokens = self._num_sure = self.num_committed = 0
+
+    @property
+    def keys(self) -> Tensor:
+        return self._keys[:, :, self._end - self.alive.shape[1] : self._end]
+
+    @property
+    def values(self) -> Tensor:
+        return self._values[:, :, self._end - self.alive.shape[1] : self._end]
 
     @property
     def window_positions(self) -> Tensor:
@@ -240,7 +264,7 @@ class LocalSlidingWindowLayerCache(RowState):
     @property
     def is_full(self) -> bool:
         """Whether every slot is known to be alive; a compiled program never knows."""
-        return not torch.compiler.is_compiling() and self._num_sure >= self.keys.shape[2]
+        return not torch.compiler.is_compiling() and self._num_sure >= self.alive.shape[1]
 
     def get_seq_length(self) -> int:
         """Tokens seen since the last reset, padding included."""
@@ -264,7 +288,7 @@ class LocalSlidingWindowLayerCache(RowState):
             positions = torch.arange(self.num_tokens, self.num_tokens + num_new, device=keys.device)
             positions = positions.expand(num_rows, -1)
         alive = self.alive.new_ones(num_rows, num_new) if mask is None else mask.bool()
-        first = self.keys.shape[2] - (self.sliding_window - 1)
+        first = self.alive.shape[1] - (self.sliding_window - 1)
         past_keys, past_values = self.keys, self.values
         if not self.is_full:
             # dead slots may hold anything, and even masked, 0 * nan is nan
@@ -278,19 +302,54 @@ class LocalSlidingWindowLayerCache(RowState):
         self._retain(keys.detach(), values.detach(), seen, positions, num_kept, in_order=mask is None)
         self.num_real_tokens = self.num_real_tokens + (num_new if mask is None else mask.sum(dim=1))
         self.num_tokens += num_new
-        self._num_sure = min(self._num_sure + (num_new if mask is None else 0), self.keys.shape[2])
+        self._num_sure = min(self._num_sure + (num_new if mask is None else 0), self.alive.shape[1])
         return keys[:, :, first:], values[:, :, first:], seen[:, first:]
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`update` for a short chunk of real tokens, in place; None where that cannot be.
+
+        It cannot where a graph may hold what is stored, or rows hold entries in unequal number. Returns keys, values
+        (B, H, n+T, A), n <= W - 1: those alive, and nobody may write to them.
+        """
+        num_new, num_slots = keys.shape[2], self.alive.shape[1]
+        is_even = self._num_sure >= min(self.num_tokens, num_slots)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not is_even or num_new > self.num_spare_slots:
+            return None
+        self.adopt(keys.shape[0], keys)
+        if self._is_borrowed or self._end + num_new > self._keys.shape[2]:
+            self._make_room(num_slots + num_new + self.num_spare_slots)
+        first = self._end - min(self._num_sure, self.sliding_window - 1)
+        self._keys[:, :, self._end : self._end + num_new] = keys
+        self._values[:, :, self._end : self._end + num_new] = values
+        self._end += num_new
+        num_kept = num_slots + num_new if self.record_past else num_slots
+        self.positions = torch.cat([self.positions, positions], dim=1)[:, -num_kept:]
+        if self.record_past or self._num_sure < num_slots:
+            self.alive = F.pad(self.alive, (0, num_new), value=True)[:, -num_kept:]
+        self.num_real_tokens = self.num_real_tokens + num_new
+        self.num_tokens += num_new
+        self._num_sure = min(self._num_sure + num_new, num_kept)
+        return self._keys[:, :, first : self._end], self._values[:, :, first : self._end]
+
+    def _make_room(self, num_slots: int) -> None:
+        """Move what is retained to the front of storage of its own."""
+        state = self.keys, self.values
+        shape = (*self._keys.shape[:2], num_slots, self.head_dim)
+        self._keys, self._values = self._keys.new_empty(shape), self._values.new_empty(shape)
+        self._end, self._is_borrowed = self.alive.shape[1], False
+        self._keys[:, :, : self._end], self._values[:, :, : self._end] = state
 
     def _retain(self, keys, values, alive, positions, num_kept, in_order) -> None:
         """Keep the last `num_kept` live entries of every row, right-aligned, in storage of their own."""
+        self._end, self._is_borrowed = num_kept, False
         if in_order:
             first = alive.shape[1] - num_kept
-            self.keys, self.values = keys[:, :, first:].clone(), values[:, :, first:].clone()
+            self._keys, self._values = keys[:, :, first:].clone(), values[:, :, first:].clone()
             self.alive, self.positions = alive[:, first:].clone(), positions[:, first:].clone()
             return
         order = alive.int().argsort(dim=1, stable=True)[:, alive.shape[1] - num_kept :]
         index = order[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
-        self.keys, self.values = keys.gather(2, index), values.gather(2, index)
+        self._keys, self._values = keys.gather(2, index), values.gather(2, index)
         self.alive, self.positions = alive.gather(1, order), positions.gather(1, order)
 
     def crop_to(self, num_tokens: int) -> None:
@@ -316,9 +375,9 @@ class LocalSlidingWindowLayerCache(RowState):
         self.num_tokens = self.num_committed = num_tokens
 
     def fork(self) -> "LocalSlidingWindowLayerCache":
-        """Scratch that borrows this history: its writes make new tensors anyway."""
+        """Scratch that borrows this history until it writes."""
         scratch = copy.copy(self)
-        scratch.record_past, scratch.num_committed = True, self.extent()[0]
+        scratch._is_borrowed, scratch.record_past, scratch.num_committed = True, True, self.extent()[0]
         return scratch
 
     def extent(self) -> tuple[int, int]:
@@ -332,17 +391,16 @@ class LocalSlidingWindowLayerCache(RowState):
         return plan_tail(n, start, self.num_tokens, ends)
 
     def commit_tail(self, tail: Tail) -> None:
-        num_kept, num_slots = self.num_window_slots, self.keys.shape[2]
+        num_kept, num_slots = self.num_window_slots, self.alive.shape[1]
         if num_slots < num_kept + tail.end - tail.start:
             raise RuntimeError(
                 f"cannot drop any of the last {tail.end - tail.start} tokens: the window did not record its past; "
                 "call activate_past_recording() before the forward to be rolled back"
             )
         if not torch.is_tensor(tail.limit) and self._num_sure >= num_slots:
-            state = self.keys, self.values, self.alive, self.positions
-            last = num_slots - tail.num_dropped
-            keys, values, alive, positions = (x.narrow(2 if x.ndim == 4 else 1, 0, last) for x in state)
-            self._retain(keys, values, alive, positions, num_kept, in_order=True)
+            self._end -= tail.num_dropped
+            kept = slice(num_slots - tail.num_dropped - num_kept, num_slots - tail.num_dropped)
+            self.alive, self.positions = self.alive[:, kept], self.positions[:, kept]
             self.num_real_tokens = self.num_real_tokens - tail.num_dropped
         else:
             kept = self.alive & (self.positions < tail.limit)
@@ -353,7 +411,7 @@ class LocalSlidingWindowLayerCache(RowState):
         self.num_tokens = self.num_committed = tail.new_end
 
     def reset(self) -> None:
-        self.allocate(self.keys.shape[0], self.keys.device, self.keys.dtype)
+        self.allocate(self._keys.shape[0], self._keys.device, self._keys.dtype)
 
 
 class MoSRAHCache(RowState):
@@ -435,14 +493,44 @@ class MoSRAHCache(RowState):
         self._reserve(packing.group_flat, packing.group_length, packing.num_tokens)
         first_slots, history = self.slots_of(packing)
         slots = (first_slots + history).index_select(0, packing.group) + packing.rank
-        self.keys.view(-1, self.head_dim).index_copy_(0, slots, keys.detach())
-        self.values.view(-1, self.head_dim).index_copy_(0, slots, values.detach())
-        self.token_positions.view(-1).index_copy_(0, slots, positions.to(torch.int32))
+        flat_keys, flat_values = self._write(slots, keys.detach(), values.detach(), positions)
         self.counts = self.counts.view(-1).index_add(0, packing.group_flat, packing.group_length).view_as(self.counts)
         if composed is not None:
             return composed
-        flat_keys, flat_values = self.keys.view(-1, self.head_dim), self.values.view(-1, self.head_dim)
         return flat_keys, flat_values, first_slots, history + packing.group_length
+
+    def place(self, heads: Tensor, like: Tensor) -> Entries:
+        """Where the entries of heads (B, T, K) go, for which there is room then.
+
+        Raises:
+            ValueError: a head of a fixed cache has too few slots; nothing was changed.
+        """
+        num_rows, num_tokens, num_selected = heads.shape
+        self.adopt(num_rows, like)
+        row = None
+        head_of_row = heads.flatten()
+        if num_rows > 1:
+            row = torch.arange(num_rows, device=heads.device).repeat_interleave(num_tokens * num_selected)
+            head_of_row = row * self.num_mosrah_heads + head_of_row
+        self._reserve(head_of_row, None, num_tokens)
+        first_slots, num_keys = (x.view(-1).index_select(0, head_of_row) for x in (self.offsets, self.counts))
+        if row is not None:
+            first_slots = row * self.num_row_slots + first_slots
+        return Entries(head_of_row, first_slots, num_keys + ranks_in_chunk(heads, self.num_mosrah_heads) + 1)
+
+    def append(self, keys: Tensor, values: Tensor, entries: Entries, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys, values (P, A) of tokens at positions (B, T); returns all keys and values (slots, A)."""
+        positions = positions.flatten().repeat_interleave(len(keys) // positions.numel())
+        flat = self._write(entries.first_slots + entries.num_keys - 1, keys, values, positions)
+        counts = self.counts.view(-1).scatter_reduce(0, entries.head_of_row, entries.num_keys, "amax")
+        self.counts = counts.view_as(self.counts)
+        return flat
+
+    def _write(self, slots: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill slots (P,), counted through all rows, and return all keys and values (slots, A)."""
+        flat_keys, flat_values = self.keys.view(-1, self.head_dim), self.values.view(-1, self.head_dim)
+        self.token_positions.view(-1).index_copy_(0, slots, positions.to(torch.int32))
+        return flat_keys.index_copy_(0, slots, keys), flat_values.index_copy_(0, slots, values)
 
     def update_static(self, keys: Tensor, values: Tensor, num_new: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Append to a fixed cache out of place, by static shapes; returns its keys and values (B, L, C, A).
@@ -488,9 +576,13 @@ class MoSRAHCache(RowState):
         values = torch.cat([self.values.view(-1, self.head_dim), values]).index_select(0, source)
         return keys, values, first_slots, lengths
 
-    def _reserve(self, where: Tensor, num_incoming: Tensor, most: int) -> None:
-        """Make room for new entries of some heads, at most `most` each, or refuse before anything is written."""
+    def _reserve(self, where: Tensor, num_incoming: Tensor | None, most: int) -> None:
+        """Make room for new entries of some heads, at most `most` each, or refuse before anything is written.
+
+        where: (n,) indices into flat (B, L); num_incoming: (n,), None for one each.
+        """
         if most > self._num_free:
+            num_incoming = torch.ones_like(where) if num_incoming is None else num_incoming
             need = self.counts.view(-1).index_add(0, where, num_incoming).view_as(self.counts)
             if bool((need > self.capacities).any()):
                 if not self.growing:
@@ -585,10 +677,10 @@ class MoSRAHCache(RowState):
 class MoSRAHScratch(MoSRAHCache):
     """What `MoSRAHCache.fork` makes: every write goes to a copy of the slab, so no reader's tensor ever changes."""
 
-    def update(self, keys: Tensor, values: Tensor, packing, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _write(self, slots: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         self.keys, self.values = self.keys.clone(), self.values.clone()
         self.token_positions = self.token_positions.clone()
-        return super().update(keys, values, packing, positions)
+        return super()._write(slots, keys, values, positions)
 
 
 class ShramLayerCache(Composite, CacheLayerMixin):

@@ -57,16 +57,12 @@ class Packing:
         return self.group_head[self.group]
 
     def is_few(self, num_products: int) -> bool:
-        """Whether to multiply for all heads at once; num_products: multiplications for one token in one head."""
-        num_tokens = self.num_rows * self.num_tokens
-        return not self.head_sizes or (num_tokens <= FEW_TOKENS and num_tokens * num_products <= FEW_PRODUCTS)
+        return is_few(self.num_rows * self.num_tokens, num_products)
 
 
 def pack(heads: Tensor, mask: Tensor | None, num_heads: int) -> Packing:
     """Sort the chosen heads (B, T, K) into groups; padding is never packed."""
     num_rows, num_tokens, num_selected = heads.shape
-    if num_tokens == 1 and num_rows <= FEW_ROWS and mask is None:
-        return pack_one_each(heads, num_heads)
     rows = torch.arange(num_rows, device=heads.device)[:, None, None]
     key = heads * num_rows + rows
     if mask is not None:
@@ -96,44 +92,23 @@ def pack(heads: Tensor, mask: Tensor | None, num_heads: int) -> Packing:
     )
 
 
-def pack_one_each(heads: Tensor, num_heads: int) -> Packing:
-    """One token a row (B, 1, K): every entry is a group of its own, and no order matters."""
-    num_rows, _, num_selected = heads.shape
-    entry = torch.arange(num_rows * num_selected, device=heads.device)
-    row, head = entry // num_selected, heads.flatten()
-    return Packing(
-        choice=entry,
-        token=row,
-        group=entry,
-        rank=torch.zeros_like(entry),
-        group_row=row,
-        group_head=head,
-        group_flat=head if num_rows == 1 else row * num_heads + head,
-        group_start=entry,
-        group_length=torch.ones_like(entry),
-        head_sizes=[],
-        num_rows=num_rows,
-        num_tokens=1,
-    )
-
-
 # ---------------------------------------------------------------------------------------------------- projections
 
 # Up to so many tokens, and to so many multiplications a head, one product for all heads costs less than a loop over
 # those chosen: the second is about what a turn of the loop takes.
 FEW_TOKENS = 64
 FEW_PRODUCTS = 2**19
-# Rows of one token each that are packed without a sort.
-FEW_ROWS = 16
 # So many rows of width D at a time stay in the processor's cache between product and sum.
 ROW_BLOCK = 256
 
 
+def is_few(num_tokens: int, num_products: int) -> bool:
+    """Whether to multiply for all heads at once; num_products: multiplications for one token in one head."""
+    return num_tokens <= FEW_TOKENS and num_tokens * num_products <= FEW_PRODUCTS
+
+
 def project(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
     """Project tokens for their heads: x (B*T, D), weight (L, D, 3A); returns (P, 3A)."""
-    if len(x) == 1:
-        chosen = weight.index_select(0, packing.group_head)  # entries are groups
-        return torch.bmm(x.expand(len(chosen), 1, -1), chosen).squeeze(1)
     if packing.is_few(weight.shape[1] * weight.shape[2]):
         return torch.matmul(x, weight)[packing.head, packing.token]
     return RoutedProjection.apply(x, weight, packing.token, packing.head_sizes)
@@ -145,8 +120,6 @@ def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> 
     if not packing.is_few(3 * weight.shape[1] * weight.shape[2]):
         return RoutedCombination.apply(attended, weight, mix, packing.token, packing.head_sizes, num_tokens)
     mixed = (attended * mix[:, None]).to(attended.dtype)
-    if num_tokens == 1:
-        return (mixed.view(1, -1) @ weight.index_select(0, packing.group_head).flatten(0, 1)).to(mix.dtype)
     spread = mixed.new_zeros(num_tokens, len(weight), mixed.shape[1])
     spread = spread.index_put((packing.token, packing.head), mixed)
     return (spread.flatten(1) @ weight.flatten(0, 1)).to(mix.dtype)
@@ -219,8 +192,6 @@ class RoutedCombination(torch.autograd.Function):
 
 # One padded call for all groups pays until the padded scores outgrow this number; then each group goes alone.
 MAX_PADDED_SCORES = 2**20
-# Gathering the keys of single queries pays up to this length of the longest history.
-MAX_GATHERED_KEYS = 1024
 QUERY_BLOCK = 512
 
 
@@ -275,17 +246,6 @@ def attend_padded(q, k, v, packing: Packing, first_slots, num_keys, scale, dropo
     return out.flatten(0, 2).index_select(0, packing.group * most_queries + packing.rank), probs
 
 
-def attend_one_each(q, k, v, first_slots, num_keys, most_keys: int, scale) -> Tensor:
-    """One query a group, keys gathered and padded to the longest history. Shapes as `attend_routed`."""
-    rank = torch.arange(most_keys, device=q.device)
-    last = num_keys[:, None] - 1
-    slots = first_slots[:, None] + torch.minimum(rank, last)  # dead slots are never read
-    keys, values = (x.index_select(0, slots.flatten()).view(*slots.shape, -1) for x in (k, v))
-    scores = torch.bmm(q[:, None] * scale, keys.transpose(1, 2)).to(wide_dtype(q.dtype))
-    probs = scores.masked_fill((rank > last)[:, None], -torch.inf).softmax(dim=-1)
-    return torch.bmm(probs.to(values.dtype), values)[:, 0]
-
-
 def attend_routed(q, k, v, packing: Packing, first_slots, num_keys, scale, dropout) -> Tensor:
     """Causal attention inside every group.
 
@@ -293,12 +253,73 @@ def attend_routed(q, k, v, packing: Packing, first_slots, num_keys, scale, dropo
     after it, its queries being the last of them. Returns (P, A).
     """
     most_keys = int(num_keys.max())
-    if packing.num_tokens == 1:
-        if most_keys <= MAX_GATHERED_KEYS and not dropout:
-            return attend_one_each(q, k, v, first_slots, num_keys, most_keys, scale)
-    elif len(num_keys) * int(packing.group_length.max()) * most_keys <= MAX_PADDED_SCORES:
+    if len(num_keys) * int(packing.group_length.max()) * most_keys <= MAX_PADDED_SCORES:
         return attend_padded(q, k, v, packing, first_slots, num_keys, scale, dropout)[0]
     return attend_by_group(q, k, v, packing, first_slots, num_keys, scale, dropout)
+
+
+# ---------------------------------------------------------------------------------------------------- few tokens
+
+# A chunk of few tokens on a warm cache is not packed: its P = B*T*K entries stay in the order of the choices, and each
+# attends on its own to what its head holds up to itself.
+
+# Gathering the keys of single queries pays up to this length of the longest history.
+MAX_GATHERED_KEYS = 1024
+# More than one token a row gathers the same keys again and again: up to so many entries times tokens of context.
+MAX_GATHERED_ENTRIES = 2**17
+
+
+def fits_few(num_rows: int, num_tokens: int, num_selected: int, num_context: int, num_products: int) -> bool:
+    """Whether a chunk on a cache is short enough; num_context: N; num_products: as `is_few`."""
+    if num_rows * num_tokens == 1:
+        return True
+    num_entries = num_rows * num_tokens * num_selected
+    return is_few(num_rows * num_tokens, num_products) and (
+        num_tokens == 1 or num_entries * num_context <= MAX_GATHERED_ENTRIES
+    )
+
+
+def ranks_in_chunk(heads: Tensor, num_heads: int) -> Tensor:
+    """(P,) how many tokens of the chunk chose the entry's head before its own: heads (B, T, K)."""
+    chosen = heads.new_zeros(*heads.shape[:2], num_heads).scatter(-1, heads, 1)
+    return (chosen.cumsum(dim=1) - chosen).gather(-1, heads).flatten()
+
+
+def project_few(x: Tensor, weight: Tensor, heads: Tensor) -> Tensor:
+    """Project every token for its heads: x (B*T, D), weight (L, D, 3A), heads (P,); returns (P, 3A)."""
+    if len(x) == 1:
+        chosen = weight.index_select(0, heads)
+        return torch.bmm(x.expand(len(chosen), 1, -1), chosen).squeeze(1)
+    token = torch.arange(len(heads), device=heads.device) // (len(heads) // len(x))
+    return torch.matmul(x, weight).flatten(0, 1).index_select(0, heads * len(x) + token)
+
+
+def combine_few(attended: Tensor, weight: Tensor, heads: Tensor, mix: Tensor) -> Tensor:
+    """Sum over each token's heads of mix * (attended @ weight): (P, A), (L, A, D), (P,), (B*T, K); returns (B*T, D)."""
+    mixed = (attended * mix.view(-1, 1)).to(attended.dtype)
+    if len(mix) == 1:
+        return mixed.view(1, -1) @ weight.index_select(0, heads).flatten(0, 1)
+    # each token's result is a weighted sum of K*A rows
+    width = weight.shape[1]
+    rows = heads[:, None] * width + torch.arange(width, device=heads.device)
+    return F.embedding_bag(
+        rows.view(len(mix), -1), weight.flatten(0, 1), per_sample_weights=mixed.view(len(mix), -1), mode="sum"
+    )
+
+
+def attend_few(q, k, v, first_slots, num_keys, scale: float) -> Tensor:
+    """One query an entry, q (P, A), to the num_keys (P,) slots of k, v (slots, A) from first_slots (P,) on."""
+    most_keys = int(num_keys.max())
+    if most_keys > MAX_GATHERED_KEYS:
+        views = zip(q.split(1), first_slots.tolist(), num_keys.tolist(), strict=True)
+        return torch.cat([causal_attention(x, k.narrow(0, s, n), v.narrow(0, s, n), scale, 0.0) for x, s, n in views])
+    rank = torch.arange(most_keys, device=q.device)
+    last = num_keys[:, None] - 1
+    slots = (first_slots[:, None] + torch.minimum(rank, last)).flatten()  # dead slots are never read
+    keys, values = (x.index_select(0, slots).view(len(q), most_keys, -1) for x in (k, v))
+    scores = torch.bmm(q[:, None] * scale, keys.transpose(1, 2)).to(wide_dtype(q.dtype))
+    probs = scores.masked_fill((rank > last)[:, None], -torch.inf).softmax(dim=-1)
+    return torch.bmm(probs.to(values.dtype), values)[:, 0]
 
 
 # ---------------------------------------------------------------------------------------------------- static shapes

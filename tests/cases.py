@@ -71,7 +71,7 @@ def chosen_implementation(name: str):
     """The library's name of one of IMPLEMENTATIONS, tiny inputs taking the way of long ones where it says so."""
     with pytest.MonkeyPatch.context() as patch:
         if name == "sdpa for long inputs":
-            for limit in ("MAX_PADDED_SCORES", "MAX_GATHERED_KEYS", "FEW_TOKENS", "FEW_ROWS"):
+            for limit in ("MAX_PADDED_SCORES", "MAX_GATHERED_KEYS", "FEW_TOKENS"):
                 patch.setattr(plans_shram, limit, 0)
             patch.setattr(plans_shram, "QUERY_BLOCK", 3)
         yield name.split()[0]
