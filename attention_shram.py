@@ -8,6 +8,7 @@ the real ones first, in order.
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from .plans_shram import (
 # ---------------------------------------------------------------------------------------------------- positions
 
 
+@lru_cache(maxsize=16)
 def rotary_frequencies(head_dim: int, base: float) -> tuple[float, ...]:
     """Angle per position of each rotary pair, base^(-2i/A), in radians."""
     return tuple(base ** (-2 * i / head_dim) for i in range(head_dim // 2))
@@ -43,8 +45,12 @@ def rotary_frequencies(head_dim: int, base: float) -> tuple[float, ...]:
 
 def yarn_frequencies(config) -> tuple[float, ...]:
     """Rotary frequencies of the routed path, stretched by YaRN (arXiv 2309.00071, section 3.2)."""
-    frequencies, scale = rotary_frequencies(config.head_dim, config.mosrah_rope_theta), config.yarn_scale
-    length, alpha, beta = config.training_sequence_length, config.yarn_alpha, config.yarn_beta
+    rule = config.training_sequence_length, config.yarn_scale, config.yarn_alpha, config.yarn_beta
+    return stretched_frequencies(rotary_frequencies(config.head_dim, config.mosrah_rope_theta), *rule)
+
+
+@lru_cache(maxsize=16)
+def stretched_frequencies(frequencies, length: int, scale: float, alpha: float, beta: float) -> tuple[float, ...]:
     num_turns = [length * theta / (2 * math.pi) for theta in frequencies]
     keeps = [min(max((turns - alpha) / (beta - alpha), 0.0), 1.0) for turns in num_turns]
     return tuple((1 - keep) * theta / scale + keep * theta for theta, keep in zip(frequencies, keeps, strict=True))
@@ -289,7 +295,7 @@ class Router(nn.Module):
             # a gradient of zero, so that losses without the balance term leave no parameter unused
             weights = weights + 0 * self.expert_bias.sum()
         # a copy: reentrant checkpointing must not be handed a parameter as its output
-        return Routing(heads, weights, logits, self.expert_bias.clone())
+        return Routing(heads, weights, logits, self.expert_bias.clone() if torch.is_grad_enabled() else self.expert_bias)
 
 
 # ---------------------------------------------------------------------------------------------------- routed path
@@ -368,7 +374,7 @@ class MosrahHeads(nn.Module):
         if not self.follows_tokens:
             rank = entries.num_keys.view(qkv.shape[:2]) - 1
             tables = rotary_tables(rank, tokens.routed_frequencies, tables[0].dtype)
-        return tuple(table.reshape(len(qkv), -1, 1, table.shape[-1]).to(qkv.dtype) for table in tables)
+        return tuple(table.view(len(qkv), -1, 1, table.shape[-1]).to(qkv.dtype) for table in tables)
 
     def forward_static(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
         """The same by shapes that depend on B and T alone, for `torch.compile` and `torch.export`.

@@ -17,7 +17,7 @@ from .plans_shram import ranks_in_chunk
 
 # A growing slab gives each head this share of free slots when it moves, and at least this many.
 GROWTH_SHARE = 8
-GROWTH_SLOTS = 8
+GROWTH_SLOTS = 16
 
 
 class Tail(NamedTuple):
@@ -520,7 +520,7 @@ class MoSRAHCache(RowState):
 
     def append(self, keys: Tensor, values: Tensor, entries: Entries, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys, values (P, A) of tokens at positions (B, T); returns all keys and values (slots, A)."""
-        positions = positions.flatten().repeat_interleave(len(keys) // positions.numel())
+        positions = positions[..., None].expand(*positions.shape, len(keys) // positions.numel()).flatten()
         flat = self._write(entries.first_slots + entries.num_keys - 1, keys, values, positions)
         counts = self.counts.view(-1).scatter_reduce(0, entries.head_of_row, entries.num_keys, "amax")
         self.counts = counts.view_as(self.counts)
@@ -610,9 +610,11 @@ class MoSRAHCache(RowState):
         live = rank < self.counts.gather(1, head)
         source = (self.offsets.gather(1, head) + rank).where(live, 0)
         if self.num_row_slots:
-            index = source[..., None].expand(-1, -1, self.head_dim)
-            self.keys, self.values = self.keys.gather(1, index), self.values.gather(1, index)
-            self.token_positions = self.token_positions.gather(1, source)
+            first = torch.arange(len(need), device=need.device)[:, None] * self.num_row_slots
+            for name in ("keys", "values", "token_positions"):
+                stored = getattr(self, name)
+                moved = stored.flatten(0, 1).index_select(0, (first + source).flatten())
+                setattr(self, name, moved.view(*slots.shape, *stored.shape[2:]))
         else:
             self.keys = self.keys.new_zeros(*slots.shape, self.head_dim)
             self.values = self.values.new_zeros(*slots.shape, self.head_dim)

@@ -411,7 +411,7 @@ class ShramModel(ShramPreTrainedModel):
     def run_layers(self, hidden_states, rows: TokenRows, cache, output_attentions, output_hidden_states):
         """Hidden states after the last layer, those before each layer if asked for, and each layer's stats."""
         all_hidden, stats = [], []
-        for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+        for i, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
             if output_hidden_states:
                 all_hidden.append(hidden_states)
             layer_cache = None if cache is None else cache.layers[i]

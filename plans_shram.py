@@ -264,7 +264,7 @@ def attend_routed(q, k, v, packing: Packing, first_slots, num_keys, scale, dropo
 # attends on its own to what its head holds up to itself.
 
 # Gathering the keys of single queries pays up to this length of the longest history.
-MAX_GATHERED_KEYS = 1024
+MAX_GATHERED_KEYS = 512
 # More than one token a row gathers the same keys again and again: up to so many entries times tokens of context.
 MAX_GATHERED_ENTRIES = 2**17
 
@@ -281,6 +281,8 @@ def fits_few(num_rows: int, num_tokens: int, num_selected: int, num_context: int
 
 def ranks_in_chunk(heads: Tensor, num_heads: int) -> Tensor:
     """(P,) how many tokens of the chunk chose the entry's head before its own: heads (B, T, K)."""
+    if heads.shape[1] == 1:
+        return heads.new_zeros(heads.numel())
     chosen = heads.new_zeros(*heads.shape[:2], num_heads).scatter(-1, heads, 1)
     return (chosen.cumsum(dim=1) - chosen).gather(-1, heads).flatten()
 
@@ -290,8 +292,8 @@ def project_few(x: Tensor, weight: Tensor, heads: Tensor) -> Tensor:
     if len(x) == 1:
         chosen = weight.index_select(0, heads)
         return torch.bmm(x.expand(len(chosen), 1, -1), chosen).squeeze(1)
-    token = torch.arange(len(heads), device=heads.device) // (len(heads) // len(x))
-    return torch.matmul(x, weight).flatten(0, 1).index_select(0, heads * len(x) + token)
+    entries = heads.view(len(x), -1) * len(x) + torch.arange(len(x), device=heads.device)[:, None]
+    return torch.bmm(x.expand(len(weight), -1, -1), weight).flatten(0, 1).index_select(0, entries.flatten())
 
 
 def combine_few(attended: Tensor, weight: Tensor, heads: Tensor, mix: Tensor) -> Tensor:
@@ -307,12 +309,17 @@ def combine_few(attended: Tensor, weight: Tensor, heads: Tensor, mix: Tensor) ->
     )
 
 
+def attend_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One scaled query (A,) to all keys and values (n, A)."""
+    return torch.mv(v.T, torch.mv(k, q).softmax(dim=0, dtype=wide_dtype(q.dtype)).to(v.dtype))
+
+
 def attend_few(q, k, v, first_slots, num_keys, scale: float) -> Tensor:
     """One query an entry, q (P, A), to the num_keys (P,) slots of k, v (slots, A) from first_slots (P,) on."""
     most_keys = int(num_keys.max())
     if most_keys > MAX_GATHERED_KEYS:
-        views = zip(q.split(1), first_slots.tolist(), num_keys.tolist(), strict=True)
-        return torch.cat([causal_attention(x, k.narrow(0, s, n), v.narrow(0, s, n), scale, 0.0) for x, s, n in views])
+        views = zip(q * scale, first_slots.tolist(), num_keys.tolist(), strict=True)
+        return torch.stack([attend_view(x, k.narrow(0, s, n), v.narrow(0, s, n)) for x, s, n in views])
     rank = torch.arange(most_keys, device=q.device)
     last = num_keys[:, None] - 1
     slots = (first_slots[:, None] + torch.minimum(rank, last)).flatten()  # dead slots are never read
