@@ -83,8 +83,8 @@ class TokenRows:
     mask: (B, T) bool, or None when every token is real. positions: (B, T) int64, for rotary embedding.
     index: (B, T) int64, place of the token in its row as the caller counts, padding included.
     num_keys: tokens of a row so far, N, padding included.
-    local_rotary, routed_rotary: cosines and sines of the positions, (B, 1, T, A/2) and (B, T, A/2), made once for all
-    layers, as are routed_frequencies and routed_scale, the YaRN frequencies and the factor of the routed path's logits.
+    local_rotary, routed_rotary: cosines and sines of the positions, (B, 1, T, A/2) and (B, T, 1, 1, A/2), made once
+    for all layers, as are routed_frequencies and routed_scale, YaRN's frequencies and its factor of the logits.
     """
 
     mask: Tensor | None
@@ -105,7 +105,7 @@ class TokenRows:
         return replace(
             self,
             local_rotary=tuple(table[:, None] for table in local),
-            routed_rotary=routed,
+            routed_rotary=tuple(table[:, :, None, None] for table in routed),
             routed_frequencies=stretched,
             routed_scale=yarn_logit_factor(config) / math.sqrt(head_dim),
         )
@@ -214,16 +214,16 @@ class SlidingWindowHeads(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, alive: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """q: (B, H, T, A); k, v: (B, H, n, A), the last T the chunk's; alive: (B, n), n = W-1+T, or None: all are."""
         dropout, num_queries = self.config.attention_dropout if self.training else 0.0, q.shape[2]
-        mask, is_eager = None, self.config._attn_implementation == "eager"
-        if alive is not None:
-            # blocks would fix the number of tokens in a graph, and one query needs none
-            if not is_eager and num_queries > 1 and not torch.compiler.is_compiling():
-                return blocked_window_attention(q, k, v, alive, self.window, dropout), None
+        if self.config._attn_implementation == "eager":
+            alive = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if alive is None else alive
+            return softmax_attention(q, k, v, band_mask(alive, num_queries, self.window), dropout=dropout)
+        if alive is not None and num_queries > 1 and not torch.compiler.is_compiling():
+            return blocked_window_attention(q, k, v, alive, self.window, dropout), None
+        mask = None
+        if alive is not None:  # blocks would fix the number of tokens in a graph, and one query needs none
             mask = band_mask(alive, num_queries, self.window)
-        elif num_queries > 1 or is_eager:
+        elif num_queries > 1:
             mask = band(num_queries, k.shape[2], self.window, k.device)
-        if is_eager:
-            return softmax_attention(q, k, v, mask, dropout=dropout)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout), None
 
     def key_places(self, tokens: TokenRows, k: Tensor, cache) -> Tensor:
@@ -295,7 +295,9 @@ class Router(nn.Module):
             # a gradient of zero, so that losses without the balance term leave no parameter unused
             weights = weights + 0 * self.expert_bias.sum()
         # a copy: reentrant checkpointing must not be handed a parameter as its output
-        return Routing(heads, weights, logits, self.expert_bias.clone() if torch.is_grad_enabled() else self.expert_bias)
+        return Routing(
+            heads, weights, logits, self.expert_bias.clone() if torch.is_grad_enabled() else self.expert_bias
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- routed path
@@ -308,7 +310,7 @@ class MosrahHeads(nn.Module):
         super().__init__()
         self.config = config
         num_heads, hidden, width = config.num_mosrah_heads, config.hidden_size, config.head_dim
-        self.num_heads, self.head_dim = num_heads, width
+        self.num_heads, self.num_selected_heads, self.head_dim = num_heads, config.num_selected_heads, width
         self.follows_tokens = config.rope_mode == "main_sequence"
         self.router = Router(config)
         self.qkv_proj = nn.Parameter(torch.empty(num_heads, hidden, 3 * width))
@@ -341,40 +343,36 @@ class MosrahHeads(nn.Module):
     def entry_rotary(self, tokens: TokenRows, packing: Packing, cache) -> tuple[Tensor, Tensor]:
         """(P, 1, A/2) of the token's own position, or of its index in its head's sequence, continued over the cache."""
         if self.follows_tokens:
-            cos, sin = (table.flatten(0, 1).index_select(0, packing.token) for table in tokens.routed_rotary)
-        else:
-            rank = packing.rank
-            if cache is not None and not cache.is_empty:
-                rank = rank + cache.slots_of(packing)[1].to(rank.device)[packing.group]
-            cos, sin = rotary_tables(rank, tokens.routed_frequencies, tokens.routed_rotary[0].dtype)
-        return cos[:, None], sin[:, None]
+            cos, sin = (table.flatten(0, 2).index_select(0, packing.token) for table in tokens.routed_rotary)
+            return cos, sin
+        rank = packing.rank
+        if cache is not None and not cache.is_empty:
+            rank = rank + cache.slots_of(packing)[1].to(rank.device)[packing.group]
+        return rotary_tables(rank[:, None], tokens.routed_frequencies, tokens.routed_rotary[0].dtype)
 
     def takes_few(self, tokens: TokenRows) -> bool:
         """Whether a call on a cache is short enough for `forward_few`, and asks for nothing it does not do."""
         if torch.is_grad_enabled() or self.training or tokens.mask is not None:
             return False
         num_products = self.qkv_proj.shape[1] * self.qkv_proj.shape[2]
-        fits = fits_few(*tokens.index.shape, self.router.num_selected_heads, tokens.num_keys, num_products)
+        num_rows, num_tokens = tokens.index.shape
+        fits = fits_few(num_rows, num_tokens, self.num_selected_heads, tokens.num_keys, num_products)
         return fits and self.config._attn_implementation != "eager"
 
     def forward_few(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
         """The same for a short chunk on a cache: only the chosen heads' entries are touched, nothing is sorted."""
         heads = routing.heads.flatten()
         x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
-        qkv = project_few(x_flat, qkv_weight, heads).view(len(x_flat), -1, 3, self.head_dim)
+        qkv = project_few(x_flat, qkv_weight, heads).view(*routing.heads.shape, 3, self.head_dim)
         entries = cache.place(routing.heads, qkv)
-        q, k = apply_rotary(qkv[:, :, :2], *self.few_rotary(tokens, entries, qkv)).flatten(0, 1).unbind(1)
-        k, v = cache.append(k, qkv[:, :, 2].flatten(0, 1), entries, tokens.index)
+        cos, sin = tokens.routed_rotary
+        if not self.follows_tokens:
+            rank = entries.num_keys.view(*routing.heads.shape, 1) - 1
+            cos, sin = rotary_tables(rank, tokens.routed_frequencies, cos.dtype)
+        q, k = apply_rotary(qkv[..., :2, :], cos.to(qkv.dtype), sin.to(qkv.dtype)).flatten(0, 2).unbind(1)
+        k, v = cache.append(k, qkv[..., 2, :].flatten(0, 2), entries, tokens.index)
         attended = attend_few(q, k, v, entries.first_slots, entries.num_keys, tokens.routed_scale)
         return combine_few(attended, out_weight, heads, routing.weights.flatten(0, 1)).view_as(x).to(x.dtype)
-
-    def few_rotary(self, tokens: TokenRows, entries, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """(B*T, 1 or K, 1, A/2)."""
-        tables = tokens.routed_rotary
-        if not self.follows_tokens:
-            rank = entries.num_keys.view(qkv.shape[:2]) - 1
-            tables = rotary_tables(rank, tokens.routed_frequencies, tables[0].dtype)
-        return tuple(table.view(len(qkv), -1, 1, table.shape[-1]).to(qkv.dtype) for table in tables)
 
     def forward_static(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
         """The same by shapes that depend on B and T alone, for `torch.compile` and `torch.export`.

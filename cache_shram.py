@@ -424,7 +424,7 @@ class MoSRAHCache(RowState):
     """
 
     row_tensors = ("keys", "values", "token_positions", "offsets", "capacities", "counts")
-    other_state = ("_num_free", "num_committed")
+    other_state = ("_num_free", "_num_since", "num_committed")
 
     def __init__(
         self,
@@ -454,7 +454,9 @@ class MoSRAHCache(RowState):
         self.counts = torch.zeros(batch_size, self.num_mosrah_heads, dtype=torch.int64, device=device)
         self.capacities = torch.full_like(self.counts, num_slots)
         self.offsets = self.capacities.cumsum(dim=1) - self.capacities
-        self._num_free = num_slots  # a lower bound, kept on the host so that most appends need not look
+        # kept on the host, so that most appends need not look: free slots of the fullest head at the last look, and
+        # tokens since then, each of which may have taken one of them
+        self._num_free, self._num_since = num_slots, 0
 
     @property
     def is_empty(self) -> bool:
@@ -555,7 +557,7 @@ class MoSRAHCache(RowState):
         self.keys, self.values = (state.detach() for state in composed)
         self.token_positions = compose(self.token_positions, positions.to(torch.int32))
         self.counts = self.counts + num_new
-        self._num_free = 0  # unknown here: an eager append must look
+        self._num_free = self._num_since = 0  # unknown here: an eager append must look
         return composed
 
     def slots_of(self, packing) -> tuple[Tensor, Tensor]:
@@ -581,15 +583,19 @@ class MoSRAHCache(RowState):
 
         where: (n,) indices into flat (B, L); num_incoming: (n,), None for one each.
         """
-        if most > self._num_free:
+        if self._num_since + most > self._num_free:
             num_incoming = torch.ones_like(where) if num_incoming is None else num_incoming
             need = self.counts.view(-1).index_add(0, where, num_incoming).view_as(self.counts)
             if bool((need > self.capacities).any()):
                 if not self.growing:
                     self._refuse(need)
                 self._move(need)
-            self._num_free = int((self.capacities - self.counts).amin()) if self.counts.numel() else 0
-        self._num_free -= most
+            self._num_free, self._num_since = self._look(), 0
+        self._num_since += most
+
+    def _look(self) -> int:
+        """Free slots of the fullest head; a host read."""
+        return int((self.capacities - self.counts).amin()) if self.counts.numel() else 0
 
     def _refuse(self, need: Tensor) -> None:
         row, head = divmod(int((need - self.capacities).argmax()), self.num_mosrah_heads)
@@ -668,12 +674,14 @@ class MoSRAHCache(RowState):
         if tail.shift is not None:
             moved = tail.move(self.token_positions.flatten(1), tail.shift)
             self.token_positions = moved.view_as(self.token_positions)
+        if not torch.is_tensor(tail.limit):
+            self._num_since = max(0, self._num_since - tail.num_dropped)
         self.num_committed = tail.new_end
 
     def reset(self) -> None:
         self.num_committed = 0
         self.counts = torch.zeros_like(self.counts)
-        self._num_free = int(self.capacities.amin()) if self.capacities.numel() else 0
+        self._num_free, self._num_since = self._look(), 0
 
 
 class MoSRAHScratch(MoSRAHCache):
