@@ -14,6 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .device_plan_shram import (
+    EntryOrder,
+    attend_entries,
+    combine_entries,
+    device_plan_available,
+    project_entries,
+    sort_entries,
+    store_entries,
+)
 from .plans_shram import (
     Packing,
     attend_few,
@@ -311,6 +320,8 @@ class MosrahHeads(nn.Module):
     def forward(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         """Return (B, T, D), the routing, and, when asked, the attention maps (B, L, T, N)."""
         routing = self.router(x)
+        if self.begins(x, tokens, cache) and device_plan_available(x, self.config, self.training):
+            return self.forward_on_device(x, tokens, routing, cache).to(x.dtype), routing, None
         if torch.compiler.is_compiling():
             return self.forward_static(x, tokens, routing, cache).to(x.dtype), routing, None
         if cache is not None and self.takes_few(tokens):
@@ -332,7 +343,7 @@ class MosrahHeads(nn.Module):
         maps = self.scatter_maps(probs, tokens, packing, cache) if output_attentions else None
         return y.view_as(x).to(x.dtype), routing, maps
 
-    def entry_rotary(self, tokens: TokenRows, packing: Packing, cache) -> tuple[Tensor, Tensor]:
+    def entry_rotary(self, tokens: TokenRows, packing: Packing | EntryOrder, cache) -> tuple[Tensor, Tensor]:
         """(P, 1, A/2) of the token's own position, or of its index in its head's sequence, continued over the cache."""
         if self.follows_tokens:
             cos, sin = (table.flatten(0, 1).index_select(0, packing.token) for table in tokens.routed_rotary)
@@ -392,6 +403,23 @@ class MosrahHeads(nn.Module):
             k, v = cache.update_static(k, v, chosen.sum(dim=1), places)
             attended = attend_static(q, k, v, before, scale, dropout)
         return combine_static(attended, out_weight, routing.heads, routing.weights, order)
+
+    def begins(self, x: Tensor, tokens: TokenRows, cache) -> bool:
+        """Whether this call's tokens are all there are; compiled, also whether no cache is to be written."""
+        return cache is None or (tokens.num_keys == x.shape[1] and not torch.compiler.is_compiling())
+
+    def forward_on_device(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
+        """The same by the kernels of `device_plan_shram`, over this call's tokens alone: the cache is only written."""
+        order = sort_entries(routing.heads, tokens.mask, self.num_heads)
+        cos, sin = self.entry_rotary(tokens, order, None)
+        x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
+        qkv = project_entries(x_flat, qkv_weight, order).unflatten(-1, (3, self.head_dim))
+        q, k = apply_rotary(qkv[:, :2], cos.to(qkv.dtype), sin.to(qkv.dtype)).unbind(1)
+        v = qkv[:, 2]
+        if cache is not None:
+            store_entries(cache, k, v, order, tokens.index)
+        attended = attend_entries(q, k, v, order, tokens.routed_scale)
+        return combine_entries(attended, out_weight, routing.weights, order).view_as(x)
 
     def static_rotary(self, tokens: TokenRows, order: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
         """(B, L, T, 1, A/2) of every head's tokens in the given order."""
