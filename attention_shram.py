@@ -64,11 +64,11 @@ def yarn_logit_factor(config) -> float:
     return (0.1 * math.log(config.yarn_scale) + 1) ** 2
 
 
-def rotary_tables(positions: Tensor, frequencies: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, frequencies, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines (..., A/2) of positions (...), computed in wide precision, returned in `dtype`."""
     wide = wide_dtype(dtype)
     # not a buffer: made anew each time, it survives meta initialisation and `.to(bfloat16)`
-    angles = positions[..., None].to(wide) * torch.tensor(frequencies, dtype=wide, device=positions.device)
+    angles = positions[..., None].to(wide) * torch.as_tensor(frequencies, dtype=wide, device=positions.device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -87,7 +87,8 @@ class TokenRows:
     index: (B, T) int64, place of the token in its row as the caller counts, padding included.
     num_keys: tokens of a row so far, N, padding included.
     local_rotary, routed_rotary: cosines and sines of the positions, (B, 1, T, A/2) and (B, T, A/2), made once for all
-    layers, as are routed_frequencies and routed_scale, the YaRN frequencies and the factor of the routed path's logits.
+    layers, as are routed_frequencies and routed_scale, the YaRN frequencies (a tensor: a copy to a GPU makes the host
+    wait) and the factor of the routed path's logits.
     """
 
     mask: Tensor | None
@@ -96,7 +97,7 @@ class TokenRows:
     num_keys: int
     local_rotary: tuple[Tensor, ...] = ()
     routed_rotary: tuple[Tensor, ...] = ()
-    routed_frequencies: tuple[float, ...] = ()
+    routed_frequencies: Tensor | tuple[float, ...] = ()
     routed_scale: float = 1.0
 
     def with_rotary(self, config, dtype: torch.dtype) -> "TokenRows":
@@ -109,7 +110,7 @@ class TokenRows:
             self,
             local_rotary=tuple(table[:, None] for table in local),
             routed_rotary=routed,
-            routed_frequencies=stretched,
+            routed_frequencies=torch.tensor(stretched, dtype=wide_dtype(dtype), device=self.positions.device),
             routed_scale=yarn_logit_factor(config) / math.sqrt(head_dim),
         )
 
