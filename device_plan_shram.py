@@ -7,6 +7,9 @@ empty ones included.
 Neither kernel reads or writes the rows behind the last group: what stands there is garbage, in values and in
 gradients. No step mixes it with other rows, and `without_padding` stops it at the border: in the sum over a token's
 entries, which is also the gradient of x, and in the gradient of the weights.
+
+Chunks and tokens on a warm cache are left to `plans_shram`: a growing cache makes the host look at its room in any
+case, and its slabs lie by row and then head, not in the order of the entries.
 """
 
 from collections.abc import Callable
