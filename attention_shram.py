@@ -8,13 +8,21 @@ the real ones first, in order.
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .device_plan_shram import (
+    EntryOrder,
+    attend_entries,
+    combine_entries,
+    device_plan_available,
+    project_entries,
+    sort_entries,
+    store_entries,
+)
 from .plans_shram import (
     Packing,
     attend_few,
@@ -37,7 +45,6 @@ from .plans_shram import (
 # ---------------------------------------------------------------------------------------------------- positions
 
 
-@lru_cache(maxsize=16)
 def rotary_frequencies(head_dim: int, base: float) -> tuple[float, ...]:
     """Angle per position of each rotary pair, base^(-2i/A), in radians."""
     return tuple(base ** (-2 * i / head_dim) for i in range(head_dim // 2))
@@ -45,12 +52,8 @@ def rotary_frequencies(head_dim: int, base: float) -> tuple[float, ...]:
 
 def yarn_frequencies(config) -> tuple[float, ...]:
     """Rotary frequencies of the routed path, stretched by YaRN (arXiv 2309.00071, section 3.2)."""
-    rule = config.training_sequence_length, config.yarn_scale, config.yarn_alpha, config.yarn_beta
-    return stretched_frequencies(rotary_frequencies(config.head_dim, config.mosrah_rope_theta), *rule)
-
-
-@lru_cache(maxsize=16)
-def stretched_frequencies(frequencies, length: int, scale: float, alpha: float, beta: float) -> tuple[float, ...]:
+    frequencies, scale = rotary_frequencies(config.head_dim, config.mosrah_rope_theta), config.yarn_scale
+    length, alpha, beta = config.training_sequence_length, config.yarn_alpha, config.yarn_beta
     num_turns = [length * theta / (2 * math.pi) for theta in frequencies]
     keeps = [min(max((turns - alpha) / (beta - alpha), 0.0), 1.0) for turns in num_turns]
     return tuple((1 - keep) * theta / scale + keep * theta for theta, keep in zip(frequencies, keeps, strict=True))
@@ -61,11 +64,9 @@ def yarn_logit_factor(config) -> float:
     return (0.1 * math.log(config.yarn_scale) + 1) ** 2
 
 
-def rotary_tables(positions: Tensor, frequencies: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines (..., A/2) of positions (...), computed in wide precision, returned in `dtype`."""
-    wide = wide_dtype(dtype)
-    # not a buffer: made anew each time, it survives meta initialisation and `.to(bfloat16)`
-    angles = positions[..., None].to(wide) * torch.tensor(frequencies, dtype=wide, device=positions.device)
+    angles = positions[..., None].to(frequencies.dtype) * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -84,7 +85,7 @@ class TokenRows:
     index: (B, T) int64, place of the token in its row as the caller counts, padding included.
     num_keys: tokens of a row so far, N, padding included.
     local_rotary, routed_rotary: cosines and sines of the positions, (B, 1, T, A/2) and (B, T, 1, 1, A/2), made once
-    for all layers, as are routed_frequencies and routed_scale, YaRN's frequencies and its factor of the logits.
+    for all layers, as are routed_frequencies, YaRN's, and routed_scale, its factor of the logits over sqrt(A).
     """
 
     mask: Tensor | None
@@ -93,21 +94,21 @@ class TokenRows:
     num_keys: int
     local_rotary: tuple[Tensor, ...] = ()
     routed_rotary: tuple[Tensor, ...] = ()
-    routed_frequencies: tuple[float, ...] = ()
+    routed_frequencies: Any = None
     routed_scale: float = 1.0
 
     def with_rotary(self, config, dtype: torch.dtype) -> "TokenRows":
-        head_dim, stretched = config.head_dim, yarn_frequencies(config)
-        frequencies = rotary_frequencies(head_dim, config.local_rope_theta) + stretched
-        local, routed = zip(
-            *(x.chunk(2, dim=-1) for x in rotary_tables(self.positions, frequencies, dtype)), strict=True
-        )
+        num_pairs = config.head_dim // 2
+        both = rotary_frequencies(config.head_dim, config.local_rope_theta) + yarn_frequencies(config)
+        # no buffer, so that it survives meta initialisation and `.to(bfloat16)`; once a call, since a GPU's host waits
+        frequencies = torch.tensor(both, dtype=wide_dtype(dtype), device=self.positions.device)
+        cos, sin = rotary_tables(self.positions, frequencies, dtype)
         return replace(
             self,
-            local_rotary=tuple(table[:, None] for table in local),
-            routed_rotary=tuple(table[:, :, None, None] for table in routed),
-            routed_frequencies=stretched,
-            routed_scale=yarn_logit_factor(config) / math.sqrt(head_dim),
+            local_rotary=(cos[:, None, :, :num_pairs], sin[:, None, :, :num_pairs]),
+            routed_rotary=(cos[:, :, None, None, num_pairs:], sin[:, :, None, None, num_pairs:]),
+            routed_frequencies=frequencies[num_pairs:],
+            routed_scale=yarn_logit_factor(config) / math.sqrt(config.head_dim),
         )
 
     def to(self, device, non_blocking: bool = False) -> "TokenRows":
@@ -319,6 +320,8 @@ class MosrahHeads(nn.Module):
     def forward(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         """Return (B, T, D), the routing, and, when asked, the attention maps (B, L, T, N)."""
         routing = self.router(x)
+        if self.begins(x, tokens, cache) and device_plan_available(x, self.config, self.training):
+            return self.forward_on_device(x, tokens, routing, cache).to(x.dtype), routing, None
         if torch.compiler.is_compiling():
             return self.forward_static(x, tokens, routing, cache).to(x.dtype), routing, None
         if cache is not None and self.takes_few(tokens):
@@ -340,7 +343,7 @@ class MosrahHeads(nn.Module):
         maps = self.scatter_maps(probs, tokens, packing, cache) if output_attentions else None
         return y.view_as(x).to(x.dtype), routing, maps
 
-    def entry_rotary(self, tokens: TokenRows, packing: Packing, cache) -> tuple[Tensor, Tensor]:
+    def entry_rotary(self, tokens: TokenRows, packing: Packing | EntryOrder, cache) -> tuple[Tensor, Tensor]:
         """(P, 1, A/2) of the token's own position, or of its index in its head's sequence, continued over the cache."""
         if self.follows_tokens:
             cos, sin = (table.flatten(0, 2).index_select(0, packing.token) for table in tokens.routed_rotary)
@@ -396,6 +399,23 @@ class MosrahHeads(nn.Module):
             k, v = cache.update_static(k, v, chosen.sum(dim=1), places)
             attended = attend_static(q, k, v, before, scale, dropout)
         return combine_static(attended, out_weight, routing.heads, routing.weights, order)
+
+    def begins(self, x: Tensor, tokens: TokenRows, cache) -> bool:
+        """Whether this call's tokens are all there are; compiled, also whether no cache is to be written."""
+        return cache is None or (tokens.num_keys == x.shape[1] and not torch.compiler.is_compiling())
+
+    def forward_on_device(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
+        """The same by the kernels of `device_plan_shram`, over this call's tokens alone: the cache is only written."""
+        order = sort_entries(routing.heads, tokens.mask, self.num_heads)
+        cos, sin = self.entry_rotary(tokens, order, None)
+        x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
+        qkv = project_entries(x_flat, qkv_weight, order).unflatten(-1, (3, self.head_dim))
+        q, k = apply_rotary(qkv[:, :2], cos.to(qkv.dtype), sin.to(qkv.dtype)).unbind(1)
+        v = qkv[:, 2]
+        if cache is not None:
+            store_entries(cache, k, v, order, tokens.index)
+        attended = attend_entries(q, k, v, order, tokens.routed_scale)
+        return combine_entries(attended, out_weight, routing.weights, order).view_as(x)
 
     def static_rotary(self, tokens: TokenRows, order: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
         """(B, L, T, 1, A/2) of every head's tokens in the given order."""

@@ -23,6 +23,7 @@ from transformers.utils import can_return_tuple, logging
 from .attention_shram import AttentionStats, ShramHybridLayer, TokenRows, balance
 from .cache_shram import ShramCache
 from .configuration_shram import ShramConfig
+from .device_plan_shram import find_kernels  # noqa: F401
 from .plans_shram import wide_dtype
 
 logger = logging.get_logger(__name__)
