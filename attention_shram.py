@@ -296,9 +296,7 @@ class Router(nn.Module):
             # a gradient of zero, so that losses without the balance term leave no parameter unused
             weights = weights + 0 * self.expert_bias.sum()
         # a copy: reentrant checkpointing must not be handed a parameter as its output
-        return Routing(
-            heads, weights, logits, self.expert_bias.clone() if torch.is_grad_enabled() else self.expert_bias
-        )
+        return Routing(heads, weights, logits, self.expert_bias.clone())
 
 
 # ---------------------------------------------------------------------------------------------------- routed path
