@@ -176,6 +176,9 @@ def poison(cache) -> None:
         window, heads = layer.sliding_window_cache, layer.mosrah_cache
         for stored in (window.keys, window.values):
             stored.masked_fill_(~window.alive[:, None, :, None], torch.nan)
+        for stored in (window._keys, window._values):
+            stored[:, :, : window._end - window.alive.shape[1]] = torch.nan
+            stored[:, :, window._end :] = torch.nan
         for stored in (heads.keys, heads.values):
             slots = stored.view(len(stored), stored[:1, ..., 0].numel(), stored.shape[-1])
             dead = torch.ones(slots.shape[:2], dtype=torch.bool)

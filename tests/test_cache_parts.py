@@ -63,6 +63,107 @@ def test_window_hands_out_its_last_real_tokens_then_the_chunk(window, chunks, se
     assert cache.num_real_tokens.tolist() == [len(row) for row in seen]
 
 
+STEPS = st.tuples(st.sampled_from(["chunk", "masked chunk", "record", "commit", "fork"]), st.integers(1, 8))
+
+
+def window_contents(cache):
+    live = [cache.alive[row].nonzero()[:, 0][-(cache.sliding_window - 1) :] for row in range(2)]
+    live = [kept if cache.sliding_window > 1 else kept[:0] for kept in live]
+    return [x for row, kept in enumerate(live) for x in (cache.keys[row][:, kept], cache.positions[row, kept])] + [
+        cache.num_real_tokens,
+        torch.tensor(cache.num_tokens),
+    ]
+
+
+@given(window=st.integers(1, 6), steps=st.lists(STEPS, min_size=1, max_size=12), seed=st.integers(0, 2**20))
+def test_a_chunk_appended_in_place_is_as_if_the_window_were_made_anew(window, steps, seed):
+    generator = torch.Generator().manual_seed(seed)
+    caches = [LocalSlidingWindowLayerCache(window, HEADS, WIDTH, 2, "cpu", dtype=torch.float64) for _ in range(2)]
+    num_provisional, forks = None, []
+    for step, n in steps:
+        k = torch.randn(2, HEADS, n, WIDTH, generator=generator, dtype=torch.float64)
+        mask = torch.rand(2, n, generator=generator) < 0.6 if step == "masked chunk" else None
+        index = torch.arange(n).expand(2, -1) + caches[0].num_tokens
+        if step == "record" and num_provisional is None:
+            num_provisional = 0
+            for cache in caches:
+                cache.record_past, cache.num_committed = True, cache.num_tokens
+        elif step == "commit" and num_provisional is not None:
+            for cache in caches:
+                cache.commit(min(n, num_provisional))
+            num_provisional = 0
+        elif step == "fork":
+            forks.append((caches[0].fork(), [x.clone() for x in window_contents(caches[0])]))
+            with torch.no_grad():
+                forks[-1][0].fork().append(k, -k, index)
+        elif "chunk" in step:
+            keys, values, alive = caches[1].update(k, -k, mask, index)
+            with torch.no_grad():
+                appended = None if mask is not None else caches[0].append(k, -k, index)
+            if appended is None:
+                caches[0].update(k, -k, mask, index)
+            else:
+                num_keys = appended[0].shape[2]
+                assert n <= num_keys <= window - 1 + n and alive[:, -num_keys:].all()
+                assert not alive[:, : alive.shape[1] - num_keys].any()
+                assert torch.equal(appended[0], keys[:, :, -num_keys:])
+                assert torch.equal(appended[1], values[:, :, -num_keys:])
+            num_provisional = None if num_provisional is None else num_provisional + n
+        for actual, expected in zip(*map(window_contents, caches), strict=True):
+            assert torch.equal(actual, expected)
+        for stored in (caches[0]._keys, caches[0]._values):
+            if not caches[0]._is_borrowed and not forks:
+                stored[:, :, caches[0]._end :] = torch.nan
+    for fork, before in forks if not any(step == "commit" for step, _ in steps) else []:
+        assert all(torch.equal(a, b) for a, b in zip(window_contents(fork), before, strict=True))
+
+
+def test_a_graph_keeps_what_the_window_handed_out():
+    cache = LocalSlidingWindowLayerCache(4, HEADS, WIDTH, 1, "cpu")
+    k = torch.randn(1, HEADS, 5, WIDTH)
+    cache.update(k, k, None, None)
+    assert cache.append(k[:, :, :1], k[:, :, :1], torch.tensor([[5]])) is None
+    with torch.no_grad():
+        assert cache.append(k[:, :, :1], k[:, :, :1], torch.tensor([[5]])) is not None
+
+
+@given(
+    capacity=st.integers(1, 6),
+    steps=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=12),
+    growing=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_short_chunks_and_commits_fill_a_head_to_its_last_slot_and_no_further(capacity, steps, growing, seed):
+    """Room is counted on the host between looks; what every head holds is compared with plain lists."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = MoSRAHCache(3, WIDTH, 2, "cpu", capacity, dtype=torch.float64, growing=growing)
+    held = [[[] for _ in range(3)] for _ in range(2)]
+    place = 0
+    for num_tokens, num_kept in steps:
+        heads = torch.rand(2, num_tokens, 3, generator=generator).argsort(dim=-1)[..., :2]
+        k = torch.randn(2, num_tokens, 2, WIDTH, generator=generator, dtype=torch.float64)
+        tried = copy.deepcopy(held)
+        for row, token, choice in torch.cartesian_prod(*map(torch.arange, heads.shape)).tolist():
+            tried[row][heads[row, token, choice]].append((place + token, k[row, token, choice]))
+        if not growing and max(len(entries) for row in tried for entries in row) > capacity:
+            with pytest.raises(ValueError, match=f"capacity {capacity}"):
+                cache.place(heads, k)
+            continue
+        entries = cache.place(heads, k)
+        index = (torch.arange(num_tokens) + place).expand(2, -1)
+        keys, values = cache.append(k.flatten(0, 2), -k.flatten(0, 2), entries, index)
+        seen = entries.first_slots + entries.num_keys - 1
+        assert torch.equal(keys[seen], k.flatten(0, 2)) and torch.equal(values[seen], -keys[seen])
+        cache.num_committed = place
+        cache.commit(min(num_kept, num_tokens))
+        place += min(num_kept, num_tokens)
+        held = [[[e for e in entries if e[0] < place] for entries in row] for row in tried]
+        for row in range(2):
+            for head, expected in enumerate(held[row]):
+                keys, _ = cache.history(row, head)
+                assert all(torch.equal(a, b) for a, (_, b) in zip(keys, expected, strict=True))
+
+
 def test_what_the_window_hands_out_is_not_its_state():
     cache = LocalSlidingWindowLayerCache(4, HEADS, WIDTH, 1, "cpu")
     k = torch.randn(1, HEADS, 5, WIDTH)
