@@ -21,6 +21,7 @@ from transformers.utils import can_return_tuple, logging
 
 # every sibling is named here: for a local folder, loaders copy only what this file imports
 from .attention_shram import AttentionStats, ShramHybridLayer, TokenRows, balance
+from .cache_parts_shram import MoSRAHCache  # noqa: F401
 from .cache_shram import ShramCache
 from .configuration_shram import ShramConfig
 from .device_plan_shram import find_kernels  # noqa: F401
