@@ -23,7 +23,7 @@ from transformers.utils import can_return_tuple, logging
 from .attention_shram import AttentionStats, ShramHybridLayer, TokenRows, balance
 from .cache_shram import ShramCache
 from .configuration_shram import ShramConfig
-from .plans_shram import wide_dtype
+from .plans_shram import by_row_blocks, wide_dtype
 
 logger = logging.get_logger(__name__)
 
@@ -239,6 +239,9 @@ class ShramMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        return by_row_blocks(self.transform, x)
+
+    def transform(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -5,6 +5,7 @@ per real token and head it chose, G groups: the (row, head) pairs that got an en
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,17 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale=None,
     scores = (q @ k.transpose(-1, -2)).to(wide_dtype(q.dtype)) * scale
     probs = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(q.dtype)
     return F.dropout(probs, dropout, training=dropout > 0) @ v, probs
+
+
+# So many rows at a time stay in a processor's cache from one operation to the next.
+ROW_BLOCK = 256
+
+
+def by_row_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x) for a function of rows that keeps their width; x: (..., D)."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or x[..., 0].numel() <= ROW_BLOCK:
+        return function(x)
+    return torch.cat([function(rows) for rows in x.flatten(0, -2).split(ROW_BLOCK)]).view_as(x)
 
 
 # ---------------------------------------------------------------------------------------------------- packing
@@ -125,8 +137,6 @@ FEW_TOKENS = 64
 FEW_PRODUCTS = 2**19
 # Rows of one token each that are packed without a sort.
 FEW_ROWS = 16
-# So many rows of width D at a time stay in the processor's cache between product and sum.
-ROW_BLOCK = 256
 
 
 def project(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
