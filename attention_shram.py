@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .plans_shram import (
     Packing,
+    apply_rotary,
     attend_padded,
     attend_routed,
     attend_static,
@@ -51,19 +52,17 @@ def yarn_logit_factor(config) -> float:
     return (0.1 * math.log(config.yarn_scale) + 1) ** 2
 
 
+def both_ways(frequencies: tuple[float, ...]) -> tuple[float, ...]:
+    """The A frequencies of `apply_rotary`: the first of each pair takes the sine with the opposite sign."""
+    return (*(-theta for theta in frequencies), *frequencies)
+
+
 def rotary_tables(positions: Tensor, frequencies: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (..., A/2) of positions (...), computed in wide precision, returned in `dtype`."""
+    """Cosines and sines (..., frequencies) of positions (...), computed in wide precision, returned in `dtype`."""
     wide = wide_dtype(dtype)
     # not a buffer: made anew each time, it survives meta initialisation and `.to(bfloat16)`
     angles = positions[..., None].to(wide) * torch.tensor(frequencies, dtype=wide, device=positions.device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + A/2) of x (..., A) by angles given as cos, sin (..., A/2)."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
-    return torch.cat(turned, dim=-1)
 
 
 @dataclass
@@ -73,7 +72,7 @@ class TokenRows:
     mask: (B, T) bool, or None when every token is real. positions: (B, T) int64, for rotary embedding.
     index: (B, T) int64, place of the token in its row as the caller counts, padding included.
     num_keys: tokens of a row so far, N, padding included.
-    local_rotary, routed_rotary: cosines and sines (B, T, A/2) of the positions, made once for all layers, as are
+    local_rotary, routed_rotary: cosines and sines (B, T, A) of the positions, made once for all layers, as are
     routed_frequencies and routed_scale, the YaRN frequencies and the factor of the routed path's logits.
     """
 
@@ -87,8 +86,8 @@ class TokenRows:
     routed_scale: float = 1.0
 
     def with_rotary(self, config, dtype: torch.dtype) -> "TokenRows":
-        head_dim, stretched = config.head_dim, yarn_frequencies(config)
-        frequencies = rotary_frequencies(head_dim, config.local_rope_theta) + stretched
+        head_dim, stretched = config.head_dim, both_ways(yarn_frequencies(config))
+        frequencies = both_ways(rotary_frequencies(head_dim, config.local_rope_theta)) + stretched
         local, routed = zip(
             *(x.chunk(2, dim=-1) for x in rotary_tables(self.positions, frequencies, dtype)), strict=True
         )
@@ -303,9 +302,7 @@ class MosrahHeads(nn.Module):
         packing = pack(routing.heads, tokens.mask, self.num_heads)
         cos, sin = self.entry_rotary(tokens, packing, cache)  # before the cache is written
         x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
-        qkv = project(x_flat, qkv_weight, packing).unflatten(-1, (3, self.head_dim))
-        q, k = apply_rotary(qkv[:, :2], cos.to(qkv.dtype), sin.to(qkv.dtype)).unbind(1)
-        v = qkv[:, 2]
+        q, k, v = project(x_flat, qkv_weight, cos.to(x_flat.dtype), sin.to(x_flat.dtype), packing)
         first_slots, num_keys = packing.group_start, packing.group_length
         if cache is not None:
             k, v, first_slots, num_keys = cache.update(
@@ -318,7 +315,7 @@ class MosrahHeads(nn.Module):
         return y.view_as(x).to(x.dtype), routing, maps
 
     def entry_rotary(self, tokens: TokenRows, packing: Packing, cache) -> tuple[Tensor, Tensor]:
-        """(P, 1, A/2) of the token's own position, or of its index in its head's sequence, continued over the cache."""
+        """(P, 1, A) of the token's own position, or of its index in its head's sequence, continued over the cache."""
         if self.follows_tokens and tokens.positions.numel() == 1:
             return tokens.routed_rotary[0], tokens.routed_rotary[1]
         if self.follows_tokens:
@@ -354,7 +351,7 @@ class MosrahHeads(nn.Module):
         return combine_static(attended, out_weight, routing.heads, routing.weights, order)
 
     def static_rotary(self, tokens: TokenRows, order: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(B, L, T, 1, A/2) of every head's tokens in the given order."""
+        """(B, L, T, 1, A) of every head's tokens in the given order."""
         if self.follows_tokens:
             positions = tokens.positions[:, None].expand_as(order).gather(2, order)
         else:

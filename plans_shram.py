@@ -5,7 +5,7 @@ per real token and head it chose, G groups: the (row, head) pairs that got an en
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,11 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale=None,
     scores = (q @ k.transpose(-1, -2)).to(wide_dtype(q.dtype)) * scale
     probs = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(q.dtype)
     return F.dropout(probs, dropout, training=dropout > 0) @ v, probs
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rotate the pairs (i, i + A/2) of x (..., A) by angles given as cos, sin (..., A); sin: (-s, s) for each pair."""
+    return torch.addcmul(x.roll(x.shape[-1] // 2, -1) * sin, x, cos, out=out)
 
 
 # So many rows at a time stay in a processor's cache from one operation to the next.
@@ -135,18 +140,27 @@ def pack_one_each(heads: Tensor, num_heads: int) -> Packing:
 # those chosen: the second is about what a turn of the loop takes.
 FEW_TOKENS = 64
 FEW_PRODUCTS = 2**19
+# So many entries are gathered and projected, or rotated, at a time: few enough to stay in a processor's cache.
+PROJECTED_BLOCK, ROTATED_BLOCK = 1024, 4096
 # Rows of one token each that are packed without a sort.
 FEW_ROWS = 16
 
 
-def project(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
-    """Project tokens for their heads: x (B*T, D), weight (L, D, 3A); returns (P, 3A)."""
+def project(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, packing: Packing) -> tuple[Tensor, ...]:
+    """Queries and keys, rotated, and values of tokens for their heads: x (B*T, D), weight (L, D, 3A); (P, A) each.
+
+    cos, sin: (P, 1, A), or (1, 1, A) for a single token.
+    """
     if len(x) == 1:
         chosen = weight.index_select(0, packing.group_head)  # entries are groups
-        return torch.bmm(x.expand(len(chosen), 1, -1), chosen).squeeze(1)
-    if packing.is_few(weight.shape[1] * weight.shape[2]):
-        return torch.matmul(x, weight)[packing.head, packing.token]
-    return RoutedProjection.apply(x, weight, packing.token, packing.head_sizes)
+        qkv = torch.bmm(x.expand(len(chosen), 1, -1), chosen).squeeze(1)
+    elif packing.is_few(weight.shape[1] * weight.shape[2]):
+        qkv = torch.matmul(x, weight)[packing.head, packing.token]
+    else:
+        qkv = RoutedProjection.apply(x, weight, cos[:, 0], sin[:, 0], packing.token, packing.head_sizes)
+        return qkv.unflatten(-1, (3, -1)).unbind(1)
+    qkv = qkv.unflatten(-1, (3, -1))
+    return *apply_rotary(qkv[:, :2], cos, sin).unbind(1), qkv[:, 2]
 
 
 def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> Tensor:
@@ -163,32 +177,49 @@ def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> 
 
 
 class RoutedProjection(torch.autograd.Function):
-    """Entries e of head h: out_e = x[token_e] @ weight[h]; saves x, not its P gathered rows."""
+    """Entries e of head h: out_e = x[token_e] @ weight[h], queries and keys rotated; saves x, not its P gathered rows."""
 
     @staticmethod
-    def forward(ctx, x, weight, token, head_sizes):
-        ctx.save_for_backward(x, weight, token)
+    def forward(ctx, x, weight, cos, sin, token, head_sizes):
+        ctx.save_for_backward(x, weight, cos, sin, token)
         ctx.head_sizes = head_sizes
         out = x.new_empty(len(token), weight.shape[2])
-        for head, (rows, entries) in enumerate(zip(token.split(head_sizes), out.split(head_sizes), strict=True)):
-            if len(rows):
-                torch.mm(x.index_select(0, rows), weight[head], out=entries)
-        return out
+        for head, rows, entries in blocks_by_head(head_sizes, PROJECTED_BLOCK, token, out):
+            torch.mm(x.index_select(0, rows), weight[head], out=entries)
+        return rotate_queries_and_keys(out, cos, sin)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        x, weight, token = ctx.saved_tensors
+        x, weight, cos, sin, token = ctx.saved_tensors
         grad_x = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for head, (rows, entries) in enumerate(
-            zip(token.split(ctx.head_sizes), grad.split(ctx.head_sizes), strict=True)
-        ):
+        grad = rotate_queries_and_keys(grad.clone(), cos, -sin)
+        for head, (rows, entries) in enumerate(split_together(ctx.head_sizes, token, grad)):
             if len(rows):
                 grad_x.index_add_(0, rows, (entries @ weight[head].T).to(grad_x.dtype))
                 if grad_weight is not None:
                     torch.mm(x.index_select(0, rows).T, entries, out=grad_weight[head])
-        return grad_x.to(x.dtype), grad_weight, None, None
+        return grad_x.to(x.dtype), grad_weight, None, None, None, None
+
+
+def split_together(sizes: int | list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
+
+
+def blocks_by_head(head_sizes: list[int], size: int, *tensors: Tensor) -> Iterator[tuple]:
+    """Every head with its entries of each tensor, at most `size` at a time."""
+    for head, of_head in enumerate(split_together(head_sizes, *tensors)):
+        if len(of_head[0]):
+            yield from ((head, *block) for block in split_together(size, *of_head))
+
+
+def rotate_queries_and_keys(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In place, qkv (P, 3A), cos, sin (P, A)."""
+    for entries, *angles in split_together(ROTATED_BLOCK, qkv, cos, sin):
+        for part in entries.chunk(3, dim=-1)[:2]:
+            apply_rotary(part, *angles, out=part)
+    return qkv
 
 
 class RoutedCombination(torch.autograd.Function):
@@ -199,11 +230,8 @@ class RoutedCombination(torch.autograd.Function):
         ctx.save_for_backward(attended, weight, mix, token)
         ctx.head_sizes = head_sizes
         y = torch.zeros(num_tokens, weight.shape[2], dtype=mix.dtype, device=mix.device)
-        for head, (a, m, rows) in enumerate(
-            zip(attended.split(head_sizes), mix.split(head_sizes), token.split(head_sizes), strict=True)
-        ):
-            for part in zip(*(x.split(ROW_BLOCK) for x in (rows, a, m)), strict=True) if len(rows) else ():
-                y.index_add_(0, part[0], (part[1] @ weight[head]).to(y.dtype).mul_(part[2][:, None]))
+        for head, rows, a, m in blocks_by_head(head_sizes, ROW_BLOCK, token, attended, mix):
+            y.index_add_(0, rows, (a @ weight[head]).to(y.dtype).mul_(m[:, None]))
         return y
 
     @staticmethod
@@ -213,8 +241,8 @@ class RoutedCombination(torch.autograd.Function):
         grad_attended = torch.empty_like(attended)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_mix = torch.empty_like(mix)
-        parts = (x.split(ctx.head_sizes) for x in (attended, mix, token, grad_attended, grad_mix))
-        for head, (a, m, rows, grad_a, grad_m) in enumerate(zip(*parts, strict=True)):
+        parts = split_together(ctx.head_sizes, attended, mix, token, grad_attended, grad_mix)
+        for head, (a, m, rows, grad_a, grad_m) in enumerate(parts):
             if len(rows):
                 grad_rows = grad.index_select(0, rows).to(a.dtype)
                 unmixed = (grad_rows @ weight[head].T).to(m.dtype)
