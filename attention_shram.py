@@ -26,6 +26,7 @@ from .plans_shram import (
     combine_static,
     pack,
     project,
+    rotate,
     softmax_attention,
     wide_dtype,
 )
@@ -170,7 +171,9 @@ class SlidingWindowHeads(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         cos, sin = (table[:, None].to(q.dtype) for table in tokens.local_rotary)
-        q, k = apply_rotary(torch.cat([q, k], dim=1), cos, sin).chunk(2, dim=1)
+        # nothing else holds what is joined here, but autograd may
+        turn = apply_rotary if torch.is_grad_enabled() or torch.compiler.is_compiling() else rotate
+        q, k = turn(torch.cat([q, k], dim=1), cos, sin).chunk(2, dim=1)
         key_places = self.key_places(tokens, k, cache) if output_attentions else None  # before the cache is written
         is_plain = q.shape[2] == 1 and tokens.mask is None and cache is not None and cache.is_full
         k, v, alive = self.with_window(k, v, tokens, cache)

@@ -239,9 +239,6 @@ class ShramMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return by_row_blocks(self.transform, x)
-
-    def transform(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -254,10 +251,14 @@ class ShramDecoderLayer(GradientCheckpointingLayer):
         self.mlp = ShramMLP(config)
 
     def forward(self, hidden_states: Tensor, tokens: TokenRows, layer_cache=None, output_attentions: bool = False):
-        attended, stats = self.self_attn(self.input_layernorm(hidden_states), tokens, layer_cache, output_attentions)
-        hidden_states = hidden_states + attended
-        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        normed = by_row_blocks(self.input_layernorm, hidden_states)
+        attended, stats = self.self_attn(normed, tokens, layer_cache, output_attentions)
+        hidden_states = by_row_blocks(self.add_attended, hidden_states, attended)
         return hidden_states, *stats  # flat: reentrant checkpointing sees no tensor inside another tuple
+
+    def add_attended(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 # ---------------------------------------------------------------------------------------------------- model

@@ -31,15 +31,29 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None)
     return torch.addcmul(x.roll(x.shape[-1] // 2, -1) * sin, x, cos, out=out)
 
 
+# So many elements are rotated at a time: few enough to stay in a processor's cache.
+ROTATED_BLOCK = 2**16
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rotary` in place and in blocks along the tokens: x (..., T, A), cos, sin (..., T, A)."""
+    size = max(1, ROTATED_BLOCK * x.shape[-2] // max(1, x.numel()))
+    for part, *angles in zip(*(tensor.split(size, dim=-2) for tensor in (x, cos, sin)), strict=True):
+        apply_rotary(part, *angles, out=part)
+    return x
+
+
 # So many rows at a time stay in a processor's cache from one operation to the next.
 ROW_BLOCK = 256
 
 
-def by_row_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) for a function of rows that keeps their width; x: (..., D)."""
+def by_row_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """function(*tensors) for a function of rows, of tensors (..., D) and to a result of one shape."""
+    x = tensors[0]
     if x.device.type != "cpu" or torch.compiler.is_compiling() or x[..., 0].numel() <= ROW_BLOCK:
-        return function(x)
-    return torch.cat([function(rows) for rows in x.flatten(0, -2).split(ROW_BLOCK)]).view_as(x)
+        return function(*tensors)
+    blocks = zip(*(tensor.flatten(0, -2).split(ROW_BLOCK) for tensor in tensors), strict=True)
+    return torch.cat([function(*block) for block in blocks]).view_as(x)
 
 
 # ---------------------------------------------------------------------------------------------------- packing
@@ -140,8 +154,8 @@ def pack_one_each(heads: Tensor, num_heads: int) -> Packing:
 # those chosen: the second is about what a turn of the loop takes.
 FEW_TOKENS = 64
 FEW_PRODUCTS = 2**19
-# So many entries are gathered and projected, or rotated, at a time: few enough to stay in a processor's cache.
-PROJECTED_BLOCK, ROTATED_BLOCK = 1024, 4096
+# So many entries are gathered and projected at a time: few enough to stay in a processor's cache.
+PROJECTED_BLOCK = 1024
 # Rows of one token each that are packed without a sort.
 FEW_ROWS = 16
 
@@ -177,7 +191,7 @@ def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> 
 
 
 class RoutedProjection(torch.autograd.Function):
-    """Entries e of head h: out_e = x[token_e] @ weight[h], queries and keys rotated; saves x, not its P gathered rows."""
+    """Entries e of head h: out_e = x[token_e] @ weight[h], q and k rotated; saves x, not its P gathered rows."""
 
     @staticmethod
     def forward(ctx, x, weight, cos, sin, token, head_sizes):
@@ -216,9 +230,8 @@ def blocks_by_head(head_sizes: list[int], size: int, *tensors: Tensor) -> Iterat
 
 def rotate_queries_and_keys(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """In place, qkv (P, 3A), cos, sin (P, A)."""
-    for entries, *angles in split_together(ROTATED_BLOCK, qkv, cos, sin):
-        for part in entries.chunk(3, dim=-1)[:2]:
-            apply_rotary(part, *angles, out=part)
+    for part in qkv.chunk(3, dim=-1)[:2]:
+        rotate(part, cos, sin)
     return qkv
 
 
