@@ -229,8 +229,15 @@ def split_documents(layout: Layout, restart: Tensor) -> Layout:
 # ---------------------------------------------------------------------------------------------------- layers
 
 
+class ShramRMSNorm(nn.RMSNorm):
+    """The library's, by blocks of rows: hooks see whole tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_row_blocks(super().forward, x)
+
+
 class ShramMLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, by blocks of rows: hooks see whole tensors here, and blocks at the projections."""
 
     def __init__(self, config):
         super().__init__()
@@ -239,26 +246,25 @@ class ShramMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        return by_row_blocks(self.transform, x)
+
+    def transform(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class ShramDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = ShramRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = ShramHybridLayer(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = ShramRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = ShramMLP(config)
 
     def forward(self, hidden_states: Tensor, tokens: TokenRows, layer_cache=None, output_attentions: bool = False):
-        normed = by_row_blocks(self.input_layernorm, hidden_states)
-        attended, stats = self.self_attn(normed, tokens, layer_cache, output_attentions)
-        hidden_states = by_row_blocks(self.add_attended, hidden_states, attended)
-        return hidden_states, *stats  # flat: reentrant checkpointing sees no tensor inside another tuple
-
-    def add_attended(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
+        attended, stats = self.self_attn(self.input_layernorm(hidden_states), tokens, layer_cache, output_attentions)
         hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states, *stats  # flat: reentrant checkpointing sees no tensor inside another tuple
 
 
 # ---------------------------------------------------------------------------------------------------- model
@@ -338,7 +344,7 @@ class ShramModel(ShramPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(ShramDecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = ShramRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 

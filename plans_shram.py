@@ -7,6 +7,7 @@ per real token and head it chose, G groups: the (row, head) pairs that got an en
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -47,13 +48,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 ROW_BLOCK = 256
 
 
-def by_row_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """function(*tensors) for a function of rows, of tensors (..., D) and to a result of one shape."""
-    x = tensors[0]
+def by_row_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x) for a function of rows that keeps their width; x: (..., D)."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or x[..., 0].numel() <= ROW_BLOCK:
-        return function(*tensors)
-    blocks = zip(*(tensor.flatten(0, -2).split(ROW_BLOCK) for tensor in tensors), strict=True)
-    return torch.cat([function(*block) for block in blocks]).view_as(x)
+        return function(x)
+    return torch.cat([function(rows) for rows in x.flatten(0, -2).split(ROW_BLOCK)]).view_as(x)
 
 
 # ---------------------------------------------------------------------------------------------------- packing
@@ -154,8 +153,8 @@ def pack_one_each(heads: Tensor, num_heads: int) -> Packing:
 # those chosen: the second is about what a turn of the loop takes.
 FEW_TOKENS = 64
 FEW_PRODUCTS = 2**19
-# So many entries are gathered and projected at a time: few enough to stay in a processor's cache.
-PROJECTED_BLOCK = 1024
+# The rows of so many tokens stay in a processor's cache while one head after the other reads them or adds to them.
+TOKEN_BLOCK = 2048
 # Rows of one token each that are packed without a sort.
 FEW_ROWS = 16
 
@@ -171,7 +170,8 @@ def project(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, packing: Packin
     elif packing.is_few(weight.shape[1] * weight.shape[2]):
         qkv = torch.matmul(x, weight)[packing.head, packing.token]
     else:
-        qkv = RoutedProjection.apply(x, weight, cos[:, 0], sin[:, 0], packing.token, packing.head_sizes)
+        entries = packing.token, packing.head_sizes, entry_spans(packing)
+        qkv = RoutedProjection.apply(x, weight, cos[:, 0], sin[:, 0], *entries)
         return qkv.unflatten(-1, (3, -1)).unbind(1)
     qkv = qkv.unflatten(-1, (3, -1))
     return *apply_rotary(qkv[:, :2], cos, sin).unbind(1), qkv[:, 2]
@@ -181,7 +181,8 @@ def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> 
     """Sum over each token's heads of mix * (attended @ weight): (P, A), (L, A, D), (P,); returns (B*T, D) wide."""
     num_tokens = packing.num_rows * packing.num_tokens
     if not packing.is_few(3 * weight.shape[1] * weight.shape[2]):
-        return RoutedCombination.apply(attended, weight, mix, packing.token, packing.head_sizes, num_tokens)
+        entries = packing.token, packing.head_sizes, entry_spans(packing)
+        return RoutedCombination.apply(attended, weight, mix, *entries, num_tokens)
     mixed = (attended * mix[:, None]).to(attended.dtype)
     if num_tokens == 1:
         return (mixed.view(1, -1) @ weight.index_select(0, packing.group_head).flatten(0, 1)).to(mix.dtype)
@@ -194,12 +195,12 @@ class RoutedProjection(torch.autograd.Function):
     """Entries e of head h: out_e = x[token_e] @ weight[h], q and k rotated; saves x, not its P gathered rows."""
 
     @staticmethod
-    def forward(ctx, x, weight, cos, sin, token, head_sizes):
+    def forward(ctx, x, weight, cos, sin, token, head_sizes, spans):
         ctx.save_for_backward(x, weight, cos, sin, token)
         ctx.head_sizes = head_sizes
         out = x.new_empty(len(token), weight.shape[2])
-        for head, rows, entries in blocks_by_head(head_sizes, PROJECTED_BLOCK, token, out):
-            torch.mm(x.index_select(0, rows), weight[head], out=entries)
+        for head, span in spans:
+            torch.mm(x.index_select(0, token[span]), weight[head], out=out[span])
         return rotate_queries_and_keys(out, cos, sin)
 
     @staticmethod
@@ -214,18 +215,24 @@ class RoutedProjection(torch.autograd.Function):
                 grad_x.index_add_(0, rows, (entries @ weight[head].T).to(grad_x.dtype))
                 if grad_weight is not None:
                     torch.mm(x.index_select(0, rows).T, entries, out=grad_weight[head])
-        return grad_x.to(x.dtype), grad_weight, None, None, None, None
+        return grad_x.to(x.dtype), grad_weight, None, None, None, None, None
 
 
 def split_together(sizes: int | list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
 
 
-def blocks_by_head(head_sizes: list[int], size: int, *tensors: Tensor) -> Iterator[tuple]:
-    """Every head with its entries of each tensor, at most `size` at a time."""
-    for head, of_head in enumerate(split_together(head_sizes, *tensors)):
-        if len(of_head[0]):
-            yield from ((head, *block) for block in split_together(size, *of_head))
+def entry_spans(packing: Packing) -> list[tuple[int, slice]]:
+    """Every head with its entries; on a CPU, block of tokens after block of tokens, each with all its heads."""
+    num_heads, num_tokens = len(packing.head_sizes), packing.num_rows * packing.num_tokens
+    num_blocks = -(-num_tokens // TOKEN_BLOCK) if packing.token.device.type == "cpu" else 1
+    ends = list(accumulate(packing.head_sizes))
+    if num_blocks > 1:
+        key = packing.head * num_blocks + packing.token // TOKEN_BLOCK  # ascends, as tokens do inside a head
+        ends = torch.searchsorted(key, torch.arange(num_heads * num_blocks), right=True).tolist()
+    starts = [0, *ends[:-1]]
+    order = ((head, head * num_blocks + block) for block in range(num_blocks) for head in range(num_heads))
+    return [(head, slice(starts[i], ends[i])) for head, i in order if ends[i] > starts[i]]
 
 
 def rotate_queries_and_keys(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -239,12 +246,12 @@ class RoutedCombination(torch.autograd.Function):
     """y[token_e] += mix_e * (attended_e @ weight[h]), summed in wide precision; saves nothing of width D per entry."""
 
     @staticmethod
-    def forward(ctx, attended, weight, mix, token, head_sizes, num_tokens):
+    def forward(ctx, attended, weight, mix, token, head_sizes, spans, num_tokens):
         ctx.save_for_backward(attended, weight, mix, token)
         ctx.head_sizes = head_sizes
         y = torch.zeros(num_tokens, weight.shape[2], dtype=mix.dtype, device=mix.device)
-        for head, rows, a, m in blocks_by_head(head_sizes, ROW_BLOCK, token, attended, mix):
-            y.index_add_(0, rows, (a @ weight[head]).to(y.dtype).mul_(m[:, None]))
+        for head, span in spans:
+            y.index_add_(0, token[span], (attended[span] @ weight[head]).to(y.dtype).mul_(mix[span, None]))
         return y
 
     @staticmethod
@@ -263,7 +270,7 @@ class RoutedCombination(torch.autograd.Function):
                 torch.sum(unmixed * a, dim=-1, out=grad_m)
                 if grad_weight is not None:
                     torch.mm((a * m[:, None]).to(a.dtype).T, grad_rows, out=grad_weight[head])
-        return grad_attended, grad_weight, grad_mix, None, None, None
+        return grad_attended, grad_weight, grad_mix, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------- routed attention
