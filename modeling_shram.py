@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
@@ -236,6 +237,17 @@ class ShramRMSNorm(nn.RMSNorm):
         return by_row_blocks(super().forward, x)
 
 
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up; the backward pass computes the silu anew instead of keeping it."""
+
+    def product(gate, up):
+        return F.silu(gate) * up
+
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return product(gate, up)
+    return checkpoint(product, gate, up, use_reentrant=False, preserve_rng_state=False)
+
+
 class ShramMLP(nn.Module):
     """SwiGLU, by blocks of rows: hooks see whole tensors here, and blocks at the projections."""
 
@@ -249,7 +261,7 @@ class ShramMLP(nn.Module):
         return by_row_blocks(self.transform, x)
 
     def transform(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class ShramDecoderLayer(GradientCheckpointingLayer):
