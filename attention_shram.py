@@ -25,6 +25,7 @@ from .device_plan_shram import (
 )
 from .plans_shram import (
     Packing,
+    apply_rotary,
     attend_few,
     attend_padded,
     attend_routed,
@@ -38,6 +39,7 @@ from .plans_shram import (
     pack,
     project,
     project_few,
+    rotate,
     softmax_attention,
     wide_dtype,
 )
@@ -64,17 +66,15 @@ def yarn_logit_factor(config) -> float:
     return (0.1 * math.log(config.yarn_scale) + 1) ** 2
 
 
+def both_ways(frequencies: tuple[float, ...]) -> tuple[float, ...]:
+    """The A frequencies of `apply_rotary`: the first of each pair takes the sine with the opposite sign."""
+    return (*(-theta for theta in frequencies), *frequencies)
+
+
 def rotary_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (..., A/2) of positions (...), computed in wide precision, returned in `dtype`."""
+    """Cosines and sines (..., A) of positions (...), computed in wide precision, returned in `dtype`."""
     angles = positions[..., None].to(frequencies.dtype) * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + A/2) of x (..., A) by angles given as cos, sin (..., A/2)."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
-    return torch.cat(turned, dim=-1)
 
 
 @dataclass
@@ -84,8 +84,8 @@ class TokenRows:
     mask: (B, T) bool, or None when every token is real. positions: (B, T) int64, for rotary embedding.
     index: (B, T) int64, place of the token in its row as the caller counts, padding included.
     num_keys: tokens of a row so far, N, padding included.
-    local_rotary, routed_rotary: cosines and sines of the positions, (B, 1, T, A/2) and (B, T, 1, 1, A/2), made once
-    for all layers, as are routed_frequencies, YaRN's, and routed_scale, its factor of the logits over sqrt(A).
+    local_rotary, routed_rotary: cosines and sines of the positions, (B, 1, T, A) and (B, T, 1, 1, A), made once for
+    all layers, as are routed_frequencies, YaRN's, and routed_scale, its factor of the logits over sqrt(A).
     """
 
     mask: Tensor | None
@@ -98,17 +98,17 @@ class TokenRows:
     routed_scale: float = 1.0
 
     def with_rotary(self, config, dtype: torch.dtype) -> "TokenRows":
-        num_pairs = config.head_dim // 2
-        both = rotary_frequencies(config.head_dim, config.local_rope_theta) + yarn_frequencies(config)
+        width, local = config.head_dim, rotary_frequencies(config.head_dim, config.local_rope_theta)
+        both = both_ways(local) + both_ways(yarn_frequencies(config))
         # no buffer, so that it survives meta initialisation and `.to(bfloat16)`; once a call, since a GPU's host waits
         frequencies = torch.tensor(both, dtype=wide_dtype(dtype), device=self.positions.device)
         cos, sin = rotary_tables(self.positions, frequencies, dtype)
         return replace(
             self,
-            local_rotary=(cos[:, None, :, :num_pairs], sin[:, None, :, :num_pairs]),
-            routed_rotary=(cos[:, :, None, None, num_pairs:], sin[:, :, None, None, num_pairs:]),
-            routed_frequencies=frequencies[num_pairs:],
-            routed_scale=yarn_logit_factor(config) / math.sqrt(config.head_dim),
+            local_rotary=(cos[:, None, :, :width], sin[:, None, :, :width]),
+            routed_rotary=(cos[:, :, None, None, width:], sin[:, :, None, None, width:]),
+            routed_frequencies=frequencies[width:],
+            routed_scale=yarn_logit_factor(config) / math.sqrt(width),
         )
 
     def to(self, device, non_blocking: bool = False) -> "TokenRows":
@@ -187,7 +187,9 @@ class SlidingWindowHeads(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         cos, sin = (table.to(q.dtype) for table in tokens.local_rotary)
-        q, k = apply_rotary(torch.cat([q, k], dim=1), cos, sin).chunk(2, dim=1)
+        # nothing else holds what is joined here, but autograd may
+        turn = apply_rotary if torch.is_grad_enabled() or torch.compiler.is_compiling() else rotate
+        q, k = turn(torch.cat([q, k], dim=1), cos, sin).chunk(2, dim=1)
         key_places = self.key_places(tokens, k, cache) if output_attentions else None  # before the cache is written
         k, v, alive = self.with_window(k, v, tokens, cache)
         out, probs = self.attend(q, k, v, alive)
@@ -327,9 +329,7 @@ class MosrahHeads(nn.Module):
         packing = pack(routing.heads, tokens.mask, self.num_heads)
         cos, sin = self.entry_rotary(tokens, packing, cache)  # before the cache is written
         x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
-        qkv = project(x_flat, qkv_weight, packing).unflatten(-1, (3, self.head_dim))
-        q, k = apply_rotary(qkv[:, :2], cos.to(qkv.dtype), sin.to(qkv.dtype)).unbind(1)
-        v = qkv[:, 2]
+        q, k, v = project(x_flat, qkv_weight, cos.to(x_flat.dtype), sin.to(x_flat.dtype), packing)
         first_slots, num_keys = packing.group_start, packing.group_length
         if cache is not None:
             k, v, first_slots, num_keys = cache.update(
@@ -342,7 +342,7 @@ class MosrahHeads(nn.Module):
         return y.view_as(x).to(x.dtype), routing, maps
 
     def entry_rotary(self, tokens: TokenRows, packing: Packing | EntryOrder, cache) -> tuple[Tensor, Tensor]:
-        """(P, 1, A/2) of the token's own position, or of its index in its head's sequence, continued over the cache."""
+        """(P, 1, A) of the token's own position, or of its index in its head's sequence, continued over the cache."""
         if self.follows_tokens:
             cos, sin = (table.flatten(0, 2).index_select(0, packing.token) for table in tokens.routed_rotary)
             return cos, sin
@@ -416,7 +416,7 @@ class MosrahHeads(nn.Module):
         return combine_entries(attended, out_weight, routing.weights, order).view_as(x)
 
     def static_rotary(self, tokens: TokenRows, order: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(B, L, T, 1, A/2) of every head's tokens in the given order."""
+        """(B, L, T, 1, A) of every head's tokens in the given order."""
         if self.follows_tokens:
             positions = tokens.positions[:, None].expand_as(order).gather(2, order)
         else:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
@@ -25,7 +26,7 @@ from .cache_parts_shram import MoSRAHCache  # noqa: F401
 from .cache_shram import ShramCache
 from .configuration_shram import ShramConfig
 from .device_plan_shram import find_kernels  # noqa: F401
-from .plans_shram import wide_dtype
+from .plans_shram import by_row_blocks, wide_dtype
 
 logger = logging.get_logger(__name__)
 
@@ -231,8 +232,26 @@ def split_documents(layout: Layout, restart: Tensor) -> Layout:
 # ---------------------------------------------------------------------------------------------------- layers
 
 
+class ShramRMSNorm(nn.RMSNorm):
+    """The library's, by blocks of rows: hooks see whole tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_row_blocks(super().forward, x)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up; the backward pass computes the silu anew instead of keeping it."""
+
+    def product(gate, up):
+        return F.silu(gate) * up
+
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return product(gate, up)
+    return checkpoint(product, gate, up, use_reentrant=False, preserve_rng_state=False)
+
+
 class ShramMLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, by blocks of rows: hooks see whole tensors here, and blocks at the projections."""
 
     def __init__(self, config):
         super().__init__()
@@ -241,15 +260,18 @@ class ShramMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return by_row_blocks(self.transform, x)
+
+    def transform(self, x: Tensor) -> Tensor:
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class ShramDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = ShramRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = ShramHybridLayer(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = ShramRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = ShramMLP(config)
 
     def forward(self, hidden_states: Tensor, tokens: TokenRows, layer_cache=None, output_attentions: bool = False):
@@ -336,7 +358,7 @@ class ShramModel(ShramPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(ShramDecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = ShramRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 

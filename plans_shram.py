@@ -5,7 +5,9 @@ per real token and head it chose, G groups: the (row, head) pairs that got an en
 """
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,34 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale=None,
     scores = (q @ k.transpose(-1, -2)).to(wide_dtype(q.dtype)) * scale
     probs = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(q.dtype)
     return F.dropout(probs, dropout, training=dropout > 0) @ v, probs
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rotate the pairs (i, i + A/2) of x (..., A) by angles given as cos, sin (..., A); sin: (-s, s) for each pair."""
+    return torch.addcmul(x.roll(x.shape[-1] // 2, -1) * sin, x, cos, out=out)
+
+
+# So many elements are rotated at a time: few enough to stay in a processor's cache.
+ROTATED_BLOCK = 2**16
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rotary` in place and in blocks along the tokens: x (..., T, A), cos, sin (..., T, A)."""
+    size = max(1, ROTATED_BLOCK * x.shape[-2] // max(1, x.numel()))
+    for part, *angles in zip(*(tensor.split(size, dim=-2) for tensor in (x, cos, sin)), strict=True):
+        apply_rotary(part, *angles, out=part)
+    return x
+
+
+# So many rows at a time stay in a processor's cache from one operation to the next.
+ROW_BLOCK = 256
+
+
+def by_row_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x) for a function of rows that keeps their width; x: (..., D)."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or x[..., 0].numel() <= ROW_BLOCK:
+        return function(x)
+    return torch.cat([function(rows) for rows in x.flatten(0, -2).split(ROW_BLOCK)]).view_as(x)
 
 
 # ---------------------------------------------------------------------------------------------------- packing
@@ -98,8 +128,8 @@ def pack(heads: Tensor, mask: Tensor | None, num_heads: int) -> Packing:
 # those chosen: the second is about what a turn of the loop takes.
 FEW_TOKENS = 64
 FEW_PRODUCTS = 2**19
-# So many rows of width D at a time stay in the processor's cache between product and sum.
-ROW_BLOCK = 256
+# The rows of so many tokens stay in a processor's cache while one head after the other reads them or adds to them.
+TOKEN_BLOCK = 2048
 
 
 def is_few(num_tokens: int, num_products: int) -> bool:
@@ -107,18 +137,25 @@ def is_few(num_tokens: int, num_products: int) -> bool:
     return num_tokens <= FEW_TOKENS and num_tokens * num_products <= FEW_PRODUCTS
 
 
-def project(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
-    """Project tokens for their heads: x (B*T, D), weight (L, D, 3A); returns (P, 3A)."""
-    if packing.is_few(weight.shape[1] * weight.shape[2]):
-        return torch.matmul(x, weight)[packing.head, packing.token]
-    return RoutedProjection.apply(x, weight, packing.token, packing.head_sizes)
+def project(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, packing: Packing) -> tuple[Tensor, ...]:
+    """Queries and keys, rotated by cos, sin (P, 1, A), and values of tokens for their heads, (P, A) each.
+
+    x: (B*T, D), weight: (L, D, 3A).
+    """
+    if not packing.is_few(weight.shape[1] * weight.shape[2]):
+        entries = packing.token, packing.head_sizes, entry_spans(packing)
+        qkv = RoutedProjection.apply(x, weight, cos[:, 0], sin[:, 0], *entries)
+        return qkv.unflatten(-1, (3, -1)).unbind(1)
+    qkv = torch.matmul(x, weight)[packing.head, packing.token].unflatten(-1, (3, -1))
+    return *apply_rotary(qkv[:, :2], cos, sin).unbind(1), qkv[:, 2]
 
 
 def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> Tensor:
     """Sum over each token's heads of mix * (attended @ weight): (P, A), (L, A, D), (P,); returns (B*T, D) wide."""
     num_tokens = packing.num_rows * packing.num_tokens
     if not packing.is_few(3 * weight.shape[1] * weight.shape[2]):
-        return RoutedCombination.apply(attended, weight, mix, packing.token, packing.head_sizes, num_tokens)
+        entries = packing.token, packing.head_sizes, entry_spans(packing)
+        return RoutedCombination.apply(attended, weight, mix, *entries, num_tokens)
     mixed = (attended * mix[:, None]).to(attended.dtype)
     spread = mixed.new_zeros(num_tokens, len(weight), mixed.shape[1])
     spread = spread.index_put((packing.token, packing.head), mixed)
@@ -126,47 +163,66 @@ def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> 
 
 
 class RoutedProjection(torch.autograd.Function):
-    """Entries e of head h: out_e = x[token_e] @ weight[h]; saves x, not its P gathered rows."""
+    """Entries e of head h: out_e = x[token_e] @ weight[h], q and k rotated; saves x, not its P gathered rows."""
 
     @staticmethod
-    def forward(ctx, x, weight, token, head_sizes):
-        ctx.save_for_backward(x, weight, token)
+    def forward(ctx, x, weight, cos, sin, token, head_sizes, spans):
+        ctx.save_for_backward(x, weight, cos, sin, token)
         ctx.head_sizes = head_sizes
         out = x.new_empty(len(token), weight.shape[2])
-        for head, (rows, entries) in enumerate(zip(token.split(head_sizes), out.split(head_sizes), strict=True)):
-            if len(rows):
-                torch.mm(x.index_select(0, rows), weight[head], out=entries)
-        return out
+        for head, span in spans:
+            torch.mm(x.index_select(0, token[span]), weight[head], out=out[span])
+        return rotate_queries_and_keys(out, cos, sin)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        x, weight, token = ctx.saved_tensors
+        x, weight, cos, sin, token = ctx.saved_tensors
         grad_x = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for head, (rows, entries) in enumerate(
-            zip(token.split(ctx.head_sizes), grad.split(ctx.head_sizes), strict=True)
-        ):
+        grad = rotate_queries_and_keys(grad.clone(), cos, -sin)
+        for head, (rows, entries) in enumerate(split_together(ctx.head_sizes, token, grad)):
             if len(rows):
                 grad_x.index_add_(0, rows, (entries @ weight[head].T).to(grad_x.dtype))
                 if grad_weight is not None:
                     torch.mm(x.index_select(0, rows).T, entries, out=grad_weight[head])
-        return grad_x.to(x.dtype), grad_weight, None, None
+        return grad_x.to(x.dtype), grad_weight, None, None, None, None, None
+
+
+def split_together(sizes: int | list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
+
+
+def entry_spans(packing: Packing) -> list[tuple[int, slice]]:
+    """Every head with its entries; on a CPU, block of tokens after block of tokens, each with all its heads."""
+    num_heads, num_tokens = len(packing.head_sizes), packing.num_rows * packing.num_tokens
+    num_blocks = -(-num_tokens // TOKEN_BLOCK) if packing.token.device.type == "cpu" else 1
+    ends = list(accumulate(packing.head_sizes))
+    if num_blocks > 1:
+        key = packing.head * num_blocks + packing.token // TOKEN_BLOCK  # ascends, as tokens do inside a head
+        ends = torch.searchsorted(key, torch.arange(num_heads * num_blocks), right=True).tolist()
+    starts = [0, *ends[:-1]]
+    order = ((head, head * num_blocks + block) for block in range(num_blocks) for head in range(num_heads))
+    return [(head, slice(starts[i], ends[i])) for head, i in order if ends[i] > starts[i]]
+
+
+def rotate_queries_and_keys(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In place, qkv (P, 3A), cos, sin (P, A)."""
+    for part in qkv.chunk(3, dim=-1)[:2]:
+        rotate(part, cos, sin)
+    return qkv
 
 
 class RoutedCombination(torch.autograd.Function):
     """y[token_e] += mix_e * (attended_e @ weight[h]), summed in wide precision; saves nothing of width D per entry."""
 
     @staticmethod
-    def forward(ctx, attended, weight, mix, token, head_sizes, num_tokens):
+    def forward(ctx, attended, weight, mix, token, head_sizes, spans, num_tokens):
         ctx.save_for_backward(attended, weight, mix, token)
         ctx.head_sizes = head_sizes
         y = torch.zeros(num_tokens, weight.shape[2], dtype=mix.dtype, device=mix.device)
-        for head, (a, m, rows) in enumerate(
-            zip(attended.split(head_sizes), mix.split(head_sizes), token.split(head_sizes), strict=True)
-        ):
-            for part in zip(*(x.split(ROW_BLOCK) for x in (rows, a, m)), strict=True) if len(rows) else ():
-                y.index_add_(0, part[0], (part[1] @ weight[head]).to(y.dtype).mul_(part[2][:, None]))
+        for head, span in spans:
+            y.index_add_(0, token[span], (attended[span] @ weight[head]).to(y.dtype).mul_(mix[span, None]))
         return y
 
     @staticmethod
@@ -176,8 +232,8 @@ class RoutedCombination(torch.autograd.Function):
         grad_attended = torch.empty_like(attended)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_mix = torch.empty_like(mix)
-        parts = (x.split(ctx.head_sizes) for x in (attended, mix, token, grad_attended, grad_mix))
-        for head, (a, m, rows, grad_a, grad_m) in enumerate(zip(*parts, strict=True)):
+        parts = split_together(ctx.head_sizes, attended, mix, token, grad_attended, grad_mix)
+        for head, (a, m, rows, grad_a, grad_m) in enumerate(parts):
             if len(rows):
                 grad_rows = grad.index_select(0, rows).to(a.dtype)
                 unmixed = (grad_rows @ weight[head].T).to(m.dtype)
@@ -185,7 +241,7 @@ class RoutedCombination(torch.autograd.Function):
                 torch.sum(unmixed * a, dim=-1, out=grad_m)
                 if grad_weight is not None:
                     torch.mm((a * m[:, None]).to(a.dtype).T, grad_rows, out=grad_weight[head])
-        return grad_attended, grad_weight, grad_mix, None, None, None
+        return grad_attended, grad_weight, grad_mix, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------- routed attention

@@ -73,7 +73,8 @@ def chosen_implementation(name: str):
         if name == "sdpa for long inputs":
             for limit in ("MAX_PADDED_SCORES", "MAX_GATHERED_KEYS", "FEW_TOKENS"):
                 patch.setattr(plans_shram, limit, 0)
-            patch.setattr(plans_shram, "QUERY_BLOCK", 3)
+            for block, size in (("QUERY_BLOCK", 3), ("TOKEN_BLOCK", 4), ("ROW_BLOCK", 5), ("ROTATED_BLOCK", 32)):
+                patch.setattr(plans_shram, block, size)
         yield name.split()[0]
 
 
