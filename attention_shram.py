@@ -201,8 +201,10 @@ class SlidingWindowHeads(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2)), maps
 
     def with_window(self, k: Tensor, v: Tensor, tokens: TokenRows, cache) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values (B, H, W-1+T, A) of the W-1 tokens before the chunk and the chunk, and which are alive;
-        fewer than W-1 where all are alive, and then None."""
+        """Keys and values (B, H, n+T, A) of n tokens before the chunk and the chunk, and which are alive.
+
+        n = W - 1, or up to that where all are alive, for which the third is None.
+        """
         num_before = self.window - 1
         if cache is not None and tokens.mask is None:
             appended = cache.append(k, v, tokens.index)
@@ -325,7 +327,7 @@ class MosrahHeads(nn.Module):
         if torch.compiler.is_compiling():
             return self.forward_static(x, tokens, routing, cache).to(x.dtype), routing, None
         if cache is not None and self.takes_few(tokens):
-            return self.forward_few(x, tokens, routing, cache), routing, None
+            return self.forward_few(x, tokens, routing, cache).to(x.dtype), routing, None
         packing = pack(routing.heads, tokens.mask, self.num_heads)
         cos, sin = self.entry_rotary(tokens, packing, cache)  # before the cache is written
         x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
@@ -352,7 +354,7 @@ class MosrahHeads(nn.Module):
         return rotary_tables(rank[:, None], tokens.routed_frequencies, tokens.routed_rotary[0].dtype)
 
     def takes_few(self, tokens: TokenRows) -> bool:
-        """Whether a call on a cache is short enough for `forward_few`, and asks for nothing it does not do."""
+        """Whether `forward_few` serves a call on a cache: short, without gradients, training, padding and maps."""
         if torch.is_grad_enabled() or self.training or tokens.mask is not None:
             return False
         num_products = self.qkv_proj.shape[1] * self.qkv_proj.shape[2]
@@ -372,8 +374,9 @@ class MosrahHeads(nn.Module):
             cos, sin = rotary_tables(rank, tokens.routed_frequencies, cos.dtype)
         q, k = apply_rotary(qkv[..., :2, :], cos.to(qkv.dtype), sin.to(qkv.dtype)).flatten(0, 2).unbind(1)
         k, v = cache.append(k, qkv[..., 2, :].flatten(0, 2), entries, tokens.index)
-        attended = attend_few(q, k, v, entries.first_slots, entries.num_keys, tokens.routed_scale)
-        return combine_few(attended, out_weight, heads, routing.weights.flatten(0, 1)).view_as(x).to(x.dtype)
+        is_one_each = routing.heads.shape[1] == 1
+        attended = attend_few(q, k, v, entries.first_slots, entries.num_keys, tokens.routed_scale, is_one_each)
+        return combine_few(attended, out_weight, heads, routing.weights.flatten(0, 1)).view_as(x)
 
     def forward_static(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
         """The same by shapes that depend on B and T alone, for `torch.compile` and `torch.export`.

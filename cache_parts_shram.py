@@ -33,6 +33,13 @@ class Tail(NamedTuple):
     num_dropped: int
     shift: Tensor | None = None
 
+    def on(self, device) -> "Tail":
+        """The same for a layer on another device."""
+        return self._replace(
+            limit=self.limit.to(device) if torch.is_tensor(self.limit) else self.limit,
+            shift=None if self.shift is None else self.shift.to(device),
+        )
+
     def move(self, positions: Tensor, shift: Tensor) -> Tensor:
         return torch.where(positions >= self.start, positions - shift, positions).to(positions.dtype)
 
@@ -135,7 +142,7 @@ class RowState(Provisional):
     def snapshot(self) -> dict:
         """References that `restore` puts back to undo later writes; copies nothing, since writes touch no live entry.
 
-        Valid until a crop or reset: writes that follow these reuse slots that were live at the snapshot.
+        Valid until a crop, commit or reset: writes that follow these reuse slots that were live at the snapshot.
         """
         return {name: getattr(self, name) for name in (*self.row_tensors, *self.other_state)}
 
@@ -147,10 +154,14 @@ class RowState(Provisional):
         """Bytes of all stored tensors."""
         return sum(getattr(self, name).nbytes for name in self.row_tensors)
 
+    @property
+    def holds_inference_tensors(self) -> bool:
+        return any(getattr(self, name).is_inference() for name in self.row_tensors)
+
     def adopt(self, num_rows: int, new: Tensor) -> None:
         """Take rows, dtype and device from the first write; refuse other rows later."""
         keys = self.keys
-        if not torch.compiler.is_compiling() and keys.is_inference() and not torch.is_inference_mode_enabled():
+        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled() and self.holds_inference_tensors:
             self.map_rows(torch.clone)  # what inference mode has made nobody else may write
         rows_held, kind_held = keys.shape[0], (keys.dtype, keys.device)
         if (rows_held, *kind_held) == (num_rows, new.dtype, new.device):
@@ -167,10 +178,10 @@ class LocalSlidingWindowLayerCache(RowState):
     """The last W - 1 real tokens of each row, for the local path of one layer.
 
     State: `keys`, `values` (B, H, R, A), right-aligned, R = max(W - 1, 1), more while past is recorded; they are the
-    slots before `_end` of `_keys`, `_values`, which may have spare slots behind; `alive` (B, R) bool, what lies under
-    False is never read; `positions` (B, R) int64, place of the entry in its row, padding counted; `num_real_tokens`
-    (B,) int64 and `num_tokens` int, tokens seen without and with padding; `_num_sure` int, entries that every row is
-    sure to hold, known without a look at `alive`; `_is_borrowed`: another cache reads the same storage.
+    last R slots before `_end` of `_keys`, `_values`, which may have spare slots behind; `alive` (B, R) bool, what lies
+    under False is never read; `positions` (B, R) int64, place of the entry in its row, padding counted;
+    `num_real_tokens` (B,) int64 and `num_tokens` int, tokens seen without and with padding; `_num_sure` int, never more
+    than the live entries of any row, known without a look at `alive`; `_is_borrowed`: another cache reads the storage.
     """
 
     row_tensors = ("_keys", "_values", "alive", "positions", "num_real_tokens")
@@ -259,28 +270,30 @@ class LocalSlidingWindowLayerCache(RowState):
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """`update` for a short chunk of real tokens, in place; None where that cannot be.
 
-        It cannot where a graph may hold what is stored, or rows hold entries in unequal number. Returns keys, values
-        (B, H, n+T, A), n <= W - 1: those alive, and nobody may write to them.
+        It cannot where the chunk is long, where a graph or a compiled program may hold what is stored, and where rows
+        hold entries in unequal number. Returns keys, values (B, H, n+T, A), n <= W - 1: those alive. They are views of
+        the state, to be read at once.
         """
         num_new, num_slots = keys.shape[2], self.alive.shape[1]
+        # all slots, or all tokens there ever were
         is_even = self._num_sure >= min(self.num_tokens, num_slots)
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not is_even or num_new > self.num_spare_slots:
             return None
         self.adopt(keys.shape[0], keys)
         if self._is_borrowed or self._end + num_new > self._keys.shape[2]:
             self._make_room(num_slots + num_new + self.num_spare_slots)
-        first = self._end - min(self._num_sure, self.sliding_window - 1)
+        first_seen = self._end - min(self._num_sure, self.sliding_window - 1)
         self._keys[:, :, self._end : self._end + num_new] = keys
         self._values[:, :, self._end : self._end + num_new] = values
         self._end += num_new
-        num_kept = num_slots + num_new if self.record_past else num_slots
+        num_kept = num_slots + num_new if self.record_past else self.num_window_slots
         self.positions = torch.cat([self.positions, positions], dim=1)[:, -num_kept:]
-        if self.record_past or self._num_sure < num_slots:
+        if num_kept != num_slots or self._num_sure < num_slots:  # else all are alive, before and after
             self.alive = F.pad(self.alive, (0, num_new), value=True)[:, -num_kept:]
         self.num_real_tokens = self.num_real_tokens + num_new
         self.num_tokens += num_new
         self._num_sure = min(self._num_sure + num_new, num_kept)
-        return self._keys[:, :, first : self._end], self._values[:, :, first : self._end]
+        return self._keys[:, :, first_seen : self._end], self._values[:, :, first_seen : self._end]
 
     def _make_room(self, num_slots: int) -> None:
         """Move what is retained to the front of storage of its own."""
@@ -322,11 +335,11 @@ class LocalSlidingWindowLayerCache(RowState):
             )
         self._retain(self.keys, self.values, kept, self.positions, self.num_window_slots, in_order=False)
         self.num_real_tokens = num_real_tokens
-        self._num_sure = max(0, self._num_sure - (self.num_tokens - num_tokens))
+        self._num_sure = min(max(0, self._num_sure - (self.num_tokens - num_tokens)), self.num_window_slots)
         self.num_tokens = self.num_committed = num_tokens
 
     def fork(self) -> "LocalSlidingWindowLayerCache":
-        """Scratch that borrows this history until it writes."""
+        """Scratch that borrows this history until it writes; valid until this cache drops tokens."""
         scratch = copy.copy(self)
         scratch._is_borrowed, scratch.record_past, scratch.num_committed = True, True, self.extent()[0]
         return scratch
@@ -342,7 +355,7 @@ class LocalSlidingWindowLayerCache(RowState):
         return plan_tail(n, start, self.num_tokens, ends)
 
     def commit_tail(self, tail: Tail) -> None:
-        num_kept, num_slots = self.num_window_slots, self.alive.shape[1]
+        num_kept, num_slots, tail = self.num_window_slots, self.alive.shape[1], tail.on(self.alive.device)
         if num_slots < num_kept + tail.end - tail.start:
             raise RuntimeError(
                 f"cannot drop any of the last {tail.end - tail.start} tokens: the window did not record its past; "
@@ -358,7 +371,7 @@ class LocalSlidingWindowLayerCache(RowState):
             self.num_real_tokens = self.num_real_tokens - (self.alive.sum(dim=1) - kept.sum(dim=1))
             positions = self.positions if tail.shift is None else tail.move(self.positions, tail.shift)
             self._retain(self.keys, self.values, kept, positions, num_kept, in_order=False)
-        self._num_sure = max(0, self._num_sure - tail.num_dropped)
+        self._num_sure = min(max(0, self._num_sure - tail.num_dropped), num_kept)
         self.num_tokens = self.num_committed = tail.new_end
 
     def reset(self) -> None:
@@ -588,9 +601,10 @@ class MoSRAHCache(RowState):
         self.num_committed = num_tokens
 
     def fork(self) -> "MoSRAHCache":
-        """Scratch that borrows this history until it writes, which it does on a copy."""
+        """Scratch that borrows this history and writes on a copy; valid until this cache drops tokens."""
         scratch = MoSRAHScratch.__new__(MoSRAHScratch)
         vars(scratch).update(vars(self))
+        scratch.lent = self.keys
         return scratch
 
     def newest(self, width: int) -> tuple[Tensor, Tensor]:
@@ -617,17 +631,20 @@ class MoSRAHCache(RowState):
         return plan_tail(n, start, max(start, end), ends)
 
     def commit_tail(self, tail: Tail) -> None:
+        self.num_committed = tail.new_end
         if not self.num_row_slots:
             return
+        tail = tail.on(self.counts.device)
         places, live = self.newest(tail.end - tail.start)  # a head has one entry a token at most
         limit = tail.limit[..., None] if torch.is_tensor(tail.limit) else tail.limit
         self.counts = self.counts - (live & (places >= limit)).sum(dim=-1)
         if tail.shift is not None:
             moved = tail.move(self.token_positions.flatten(1), tail.shift)
             self.token_positions = moved.view_as(self.token_positions)
-        if not torch.is_tensor(tail.limit):
+        if not torch.is_tensor(
+            tail.limit
+        ):  # no row keeps any of these tokens; those from before the look only free slots
             self._num_since = max(0, self._num_since - tail.num_dropped)
-        self.num_committed = tail.new_end
 
     def reset(self) -> None:
         self.num_committed = 0
@@ -636,11 +653,14 @@ class MoSRAHCache(RowState):
 
 
 class MoSRAHScratch(MoSRAHCache):
-    """What `MoSRAHCache.fork` makes: every write goes to a copy of the slab, so no reader's tensor ever changes."""
+    """What `MoSRAHCache.fork` makes: the lent slab is never written, so no reader's tensor ever changes."""
+
+    lent: Tensor
 
     def _write(self, slots: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self.keys.clone(), self.values.clone()
-        self.token_positions = self.token_positions.clone()
+        if self.keys is self.lent:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+            self.token_positions = self.token_positions.clone()
         return super()._write(slots, keys, values, positions)
 
 

@@ -336,7 +336,9 @@ class ShramPreTrainedModel(PreTrainedModel):
 
     def new_cache(self, batch_size=None, **kwargs) -> ShramCache:
         """A `ShramCache` of this model; keywords as its constructor's."""
-        return ShramCache(self.config, batch_size, self.device, dtype=self.dtype, **kwargs)
+        # offloaded weights lie on the meta device: then the cache follows its first write
+        device = None if self.device.type == "meta" else self.device
+        return ShramCache(self.config, batch_size, device, dtype=self.dtype, **kwargs)
 
     def predictor_workspace(self, cache, *, source_layers, current_tokens: int, history_tokens: int | None = None):
         """Scratch layers over `cache` in which a Predictor's steps write; see `rollout_shram.PredictorWorkspace`."""

@@ -86,8 +86,8 @@ class Packing:
         """(P,) the head of every entry."""
         return self.group_head[self.group]
 
-    def is_few(self, num_products: int) -> bool:
-        return is_few(self.num_rows * self.num_tokens, num_products)
+    def suits_all_heads(self, num_products: int) -> bool:
+        return suits_all_heads(self.num_rows * self.num_tokens, num_products)
 
 
 def pack(heads: Tensor, mask: Tensor | None, num_heads: int) -> Packing:
@@ -132,7 +132,7 @@ FEW_PRODUCTS = 2**19
 TOKEN_BLOCK = 2048
 
 
-def is_few(num_tokens: int, num_products: int) -> bool:
+def suits_all_heads(num_tokens: int, num_products: int) -> bool:
     """Whether to multiply for all heads at once; num_products: multiplications for one token in one head."""
     return num_tokens <= FEW_TOKENS and num_tokens * num_products <= FEW_PRODUCTS
 
@@ -142,7 +142,7 @@ def project(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, packing: Packin
 
     x: (B*T, D), weight: (L, D, 3A).
     """
-    if not packing.is_few(weight.shape[1] * weight.shape[2]):
+    if not packing.suits_all_heads(weight.shape[1] * weight.shape[2]):
         entries = packing.token, packing.head_sizes, entry_spans(packing)
         qkv = RoutedProjection.apply(x, weight, cos[:, 0], sin[:, 0], *entries)
         return qkv.unflatten(-1, (3, -1)).unbind(1)
@@ -153,7 +153,7 @@ def project(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, packing: Packin
 def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> Tensor:
     """Sum over each token's heads of mix * (attended @ weight): (P, A), (L, A, D), (P,); returns (B*T, D) wide."""
     num_tokens = packing.num_rows * packing.num_tokens
-    if not packing.is_few(3 * weight.shape[1] * weight.shape[2]):
+    if not packing.suits_all_heads(3 * weight.shape[1] * weight.shape[2]):
         entries = packing.token, packing.head_sizes, entry_spans(packing)
         return RoutedCombination.apply(attended, weight, mix, *entries, num_tokens)
     mixed = (attended * mix[:, None]).to(attended.dtype)
@@ -316,21 +316,21 @@ def attend_routed(q, k, v, packing: Packing, first_slots, num_keys, scale, dropo
 
 # ---------------------------------------------------------------------------------------------------- few tokens
 
-# A chunk of few tokens on a warm cache is not packed: its P = B*T*K entries stay in the order of the choices, and each
+# A chunk of few tokens on a cache is not packed: its P = B*T*K entries stay in the order of the choices, and each
 # attends on its own to what its head holds up to itself.
 
-# Gathering the keys of single queries pays up to this length of the longest history.
+# Of one token a row, gathering keys pays up to this length of the longest history; beyond, a view for each entry.
 MAX_GATHERED_KEYS = 512
-# More than one token a row gathers the same keys again and again: up to so many entries times tokens of context.
+# More tokens a row gather the same keys again and again: up to so many entries times tokens of context.
 MAX_GATHERED_ENTRIES = 2**17
 
 
 def fits_few(num_rows: int, num_tokens: int, num_selected: int, num_context: int, num_products: int) -> bool:
-    """Whether a chunk on a cache is short enough; num_context: N; num_products: as `is_few`."""
+    """Whether a chunk on a cache is short enough; num_context: N; num_products: as `suits_all_heads`."""
     if num_rows * num_tokens == 1:
         return True
     num_entries = num_rows * num_tokens * num_selected
-    return is_few(num_rows * num_tokens, num_products) and (
+    return suits_all_heads(num_rows * num_tokens, num_products) and (
         num_tokens == 1 or num_entries * num_context <= MAX_GATHERED_ENTRIES
     )
 
@@ -367,13 +367,18 @@ def combine_few(attended: Tensor, weight: Tensor, heads: Tensor, mix: Tensor) ->
 
 def attend_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One scaled query (A,) to all keys and values (n, A)."""
+    if q.dtype == torch.bfloat16:  # whose products on a CPU compile a kernel for every n
+        return F.scaled_dot_product_attention(q[None, None], k[None], v[None], scale=1.0)[0, 0]
     return torch.mv(v.T, torch.mv(k, q).softmax(dim=0, dtype=wide_dtype(q.dtype)).to(v.dtype))
 
 
-def attend_few(q, k, v, first_slots, num_keys, scale: float) -> Tensor:
-    """One query an entry, q (P, A), to the num_keys (P,) slots of k, v (slots, A) from first_slots (P,) on."""
+def attend_few(q, k, v, first_slots, num_keys, scale: float, is_one_each: bool) -> Tensor:
+    """One query an entry, q (P, A), to the num_keys (P,) slots of k, v (slots, A) from first_slots (P,) on.
+
+    is_one_each: no two entries share a history.
+    """
     most_keys = int(num_keys.max())
-    if most_keys > MAX_GATHERED_KEYS:
+    if is_one_each and most_keys > MAX_GATHERED_KEYS:
         views = zip(q * scale, first_slots.tolist(), num_keys.tolist(), strict=True)
         return torch.stack([attend_view(x, k.narrow(0, s, n), v.narrow(0, s, n)) for x, s, n in views])
     rank = torch.arange(most_keys, device=q.device)
