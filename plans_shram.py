@@ -367,9 +367,9 @@ def combine_few(attended: Tensor, weight: Tensor, heads: Tensor, mix: Tensor) ->
 
 def attend_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One scaled query (A,) to all keys and values (n, A)."""
-    if q.dtype == torch.bfloat16:  # whose products on a CPU compile a kernel for every n
+    if q.dtype.itemsize == 2:  # products of vectors round too early, and in bfloat16 compile a kernel for every n
         return F.scaled_dot_product_attention(q[None, None], k[None], v[None], scale=1.0)[0, 0]
-    return torch.mv(v.T, torch.mv(k, q).softmax(dim=0, dtype=wide_dtype(q.dtype)).to(v.dtype))
+    return torch.mv(v.t(), torch.mv(k, q).softmax(0))
 
 
 def attend_few(q, k, v, first_slots, num_keys, scale: float, is_one_each: bool) -> Tensor:
