@@ -38,7 +38,9 @@ ROTATED_BLOCK = 2**16
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`apply_rotary` in place and in blocks along the tokens: x (..., T, A), cos, sin (..., T, A)."""
-    size = max(1, ROTATED_BLOCK * x.shape[-2] // max(1, x.numel()))
+    if x.numel() <= ROTATED_BLOCK:
+        return apply_rotary(x, cos, sin, out=x)
+    size = max(1, ROTATED_BLOCK * x.shape[-2] // x.numel())
     for part, *angles in zip(*(tensor.split(size, dim=-2) for tensor in (x, cos, sin)), strict=True):
         apply_rotary(part, *angles, out=part)
     return x
@@ -50,7 +52,7 @@ ROW_BLOCK = 256
 
 def by_row_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x) for a function of rows that keeps their width; x: (..., D)."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or x[..., 0].numel() <= ROW_BLOCK:
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() <= ROW_BLOCK * x.shape[-1]:
         return function(x)
     return torch.cat([function(rows) for rows in x.flatten(0, -2).split(ROW_BLOCK)]).view_as(x)
 
