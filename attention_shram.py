@@ -137,15 +137,17 @@ def band_mask(alive: Tensor, num_queries: int, window: int) -> Tensor:
     return band(num_queries, alive.shape[1], window, alive.device) & alive[:, None, None, :]
 
 
+def query_block(window: int) -> int:
+    """Queries of one block of `blocked_window_attention`, which pays for more of them."""
+    return max(window // 2, 32)
+
+
 def blocked_window_attention(q: Tensor, k: Tensor, v: Tensor, alive: Tensor, window: int, dropout: float) -> Tensor:
     """Sliding-window attention at a cost linear in T: blocks of queries, each with the keys of its band.
 
     q: (B, H, T, A); k, v: (B, H, W-1+T, A); alive: (B, W-1+T). Returns (B, H, T, A).
     """
-    num_queries, block = q.shape[2], max(window // 2, 32)
-    if num_queries <= block:
-        mask = band_mask(alive, num_queries, window)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    num_queries, block = q.shape[2], query_block(window)
     padding = -num_queries % block
     if padding:
         q, k, v = (F.pad(x, (0, 0, 0, padding)) for x in (q, k, v))
@@ -222,10 +224,11 @@ class SlidingWindowHeads(nn.Module):
         if self.config._attn_implementation == "eager":
             alive = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if alive is None else alive
             return softmax_attention(q, k, v, band_mask(alive, num_queries, self.window), dropout=dropout)
-        if alive is not None and num_queries > 1 and not torch.compiler.is_compiling():
+        # blocks would fix the number of tokens in a graph
+        if alive is not None and not torch.compiler.is_compiling() and num_queries > query_block(self.window):
             return blocked_window_attention(q, k, v, alive, self.window, dropout), None
         mask = None
-        if alive is not None:  # blocks would fix the number of tokens in a graph, and one query needs none
+        if alive is not None:
             mask = band_mask(alive, num_queries, self.window)
         elif num_queries > 1:
             mask = band(num_queries, k.shape[2], self.window, k.device)

@@ -262,9 +262,7 @@ class LocalSlidingWindowLayerCache(RowState):
         positions = torch.cat([self.positions, positions], dim=1)
         num_kept = seen.shape[1] if self.record_past else self.num_window_slots
         self._retain(keys.detach(), values.detach(), seen, positions, num_kept, in_order=mask is None)
-        self.num_real_tokens = self.num_real_tokens + (num_new if mask is None else mask.sum(dim=1))
-        self.num_tokens += num_new
-        self._num_sure = min(self._num_sure + (num_new if mask is None else 0), self.alive.shape[1])
+        self._count(num_new, mask)
         return keys[:, :, first:], values[:, :, first:], seen[:, first:]
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -290,10 +288,19 @@ class LocalSlidingWindowLayerCache(RowState):
         self.positions = torch.cat([self.positions, positions], dim=1)[:, -num_kept:]
         if num_kept != num_slots or self._num_sure < num_slots:  # else all are alive, before and after
             self.alive = F.pad(self.alive, (0, num_new), value=True)[:, -num_kept:]
-        self.num_real_tokens = self.num_real_tokens + num_new
-        self.num_tokens += num_new
-        self._num_sure = min(self._num_sure + num_new, num_kept)
+        self._count(num_new)
         return self._keys[:, :, first_seen : self._end], self._values[:, :, first_seen : self._end]
+
+    def _count(self, num_new: int, mask: Tensor | None = None) -> None:
+        """Count tokens that were just stored; mask as `update`."""
+        self.num_real_tokens = self.num_real_tokens + (num_new if mask is None else mask.sum(dim=1))
+        self.num_tokens += num_new
+        self._num_sure = min(self._num_sure + (num_new if mask is None else 0), self.alive.shape[1])
+
+    def _count_dropped(self, num_dropped: int, num_tokens: int) -> None:
+        """Settle on num_tokens after any row lost up to num_dropped and all were trimmed to the window."""
+        self._num_sure = min(max(0, self._num_sure - num_dropped), self.num_window_slots)
+        self.num_tokens = self.num_committed = num_tokens
 
     def _make_room(self, num_slots: int) -> None:
         """Move what is retained to the front of storage of its own."""
@@ -335,8 +342,7 @@ class LocalSlidingWindowLayerCache(RowState):
             )
         self._retain(self.keys, self.values, kept, self.positions, self.num_window_slots, in_order=False)
         self.num_real_tokens = num_real_tokens
-        self._num_sure = min(max(0, self._num_sure - (self.num_tokens - num_tokens)), self.num_window_slots)
-        self.num_tokens = self.num_committed = num_tokens
+        self._count_dropped(self.num_tokens - num_tokens, num_tokens)
 
     def fork(self) -> "LocalSlidingWindowLayerCache":
         """Scratch that borrows this history until it writes; valid until this cache drops tokens."""
@@ -361,7 +367,7 @@ class LocalSlidingWindowLayerCache(RowState):
                 f"cannot drop any of the last {tail.end - tail.start} tokens: the window did not record its past; "
                 "call activate_past_recording() before the forward to be rolled back"
             )
-        if not torch.is_tensor(tail.limit) and self._num_sure >= num_slots:
+        if not torch.is_tensor(tail.limit) and self.is_full:
             self._end -= tail.num_dropped
             kept = slice(num_slots - tail.num_dropped - num_kept, num_slots - tail.num_dropped)
             self.alive, self.positions = self.alive[:, kept], self.positions[:, kept]
@@ -371,8 +377,7 @@ class LocalSlidingWindowLayerCache(RowState):
             self.num_real_tokens = self.num_real_tokens - (self.alive.sum(dim=1) - kept.sum(dim=1))
             positions = self.positions if tail.shift is None else tail.move(self.positions, tail.shift)
             self._retain(self.keys, self.values, kept, positions, num_kept, in_order=False)
-        self._num_sure = min(max(0, self._num_sure - tail.num_dropped), num_kept)
-        self.num_tokens = self.num_committed = tail.new_end
+        self._count_dropped(tail.num_dropped, tail.new_end)
 
     def reset(self) -> None:
         self.allocate(self._keys.shape[0], self._keys.device, self._keys.dtype)
@@ -479,9 +484,7 @@ class MoSRAHCache(RowState):
             row = torch.arange(num_rows, device=heads.device).repeat_interleave(num_tokens * num_selected)
             head_of_row = row * self.num_mosrah_heads + head_of_row
         self._reserve(head_of_row, None, num_tokens)
-        first_slots, num_keys = (x.view(-1).index_select(0, head_of_row) for x in (self.offsets, self.counts))
-        if row is not None:
-            first_slots = row * self.num_row_slots + first_slots
+        first_slots, num_keys = self._slots_of(head_of_row, row)
         return Entries(head_of_row, first_slots, num_keys + ranks_in_chunk(heads, self.num_mosrah_heads) + 1)
 
     def append(self, keys: Tensor, values: Tensor, entries: Entries, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -526,8 +529,12 @@ class MoSRAHCache(RowState):
 
     def slots_of(self, packing) -> tuple[Tensor, Tensor]:
         """First slot (in all rows' slots) and live entries of every group, each (G,) int64."""
-        offsets, counts = (x.view(-1).index_select(0, packing.group_flat) for x in (self.offsets, self.counts))
-        return packing.group_row * self.num_row_slots + offsets, counts
+        return self._slots_of(packing.group_flat, packing.group_row)
+
+    def _slots_of(self, head_of_row: Tensor, row: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same of the heads at (n,) indices into flat (B, L), in rows (n,); row None: in the only one."""
+        first_slots, counts = (x.view(-1).index_select(0, head_of_row) for x in (self.offsets, self.counts))
+        return first_slots if row is None else row * self.num_row_slots + first_slots, counts
 
     def _compose(self, keys, values, packing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """History and chunk of every group, one after the other, in new storage through which gradients flow."""
@@ -593,11 +600,8 @@ class MoSRAHCache(RowState):
 
     def crop_to(self, num_tokens: int) -> None:
         """Forget the entries of all but the first `num_tokens` tokens of every row."""
-        rank = torch.arange(int(self.counts.amax()) if self.counts.numel() else 0, device=self.counts.device)
-        live = rank < self.counts[..., None]
-        slots = (self.offsets[..., None] + rank).where(live, 0).flatten(1)
-        positions = self.token_positions.flatten(1).gather(1, slots).view_as(live)
-        self.counts = (live & (positions < num_tokens)).sum(dim=-1)
+        places, live = self.newest(int(self.counts.amax()) if self.counts.numel() else 0)
+        self.counts = (live & (places < num_tokens)).sum(dim=-1)
         self.num_committed = num_tokens
 
     def fork(self) -> "MoSRAHCache":
@@ -641,9 +645,8 @@ class MoSRAHCache(RowState):
         if tail.shift is not None:
             moved = tail.move(self.token_positions.flatten(1), tail.shift)
             self.token_positions = moved.view_as(self.token_positions)
-        if not torch.is_tensor(
-            tail.limit
-        ):  # no row keeps any of these tokens; those from before the look only free slots
+        if not torch.is_tensor(tail.limit):
+            # no row keeps any of these tokens, and those from before the last look only free slots
             self._num_since = max(0, self._num_since - tail.num_dropped)
 
     def reset(self) -> None:

@@ -7,6 +7,7 @@ per real token and head it chose, G groups: the (row, head) pairs that got an en
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -88,6 +89,19 @@ class Packing:
         """(P,) the head of every entry."""
         return self.group_head[self.group]
 
+    @cached_property
+    def spans(self) -> list[tuple[int, slice]]:
+        """Every head with its entries; on a CPU, block of tokens after block of tokens, each with all its heads."""
+        num_heads, num_tokens = len(self.head_sizes), self.num_rows * self.num_tokens
+        num_blocks = -(-num_tokens // TOKEN_BLOCK) if self.token.device.type == "cpu" else 1
+        ends = list(accumulate(self.head_sizes))
+        if num_blocks > 1:
+            key = self.head * num_blocks + self.token // TOKEN_BLOCK  # ascends, as tokens do inside a head
+            ends = torch.searchsorted(key, torch.arange(num_heads * num_blocks), right=True).tolist()
+        starts = [0, *ends[:-1]]
+        order = ((head, head * num_blocks + block) for block in range(num_blocks) for head in range(num_heads))
+        return [(head, slice(starts[i], ends[i])) for head, i in order if ends[i] > starts[i]]
+
     def suits_all_heads(self, num_products: int) -> bool:
         return suits_all_heads(self.num_rows * self.num_tokens, num_products)
 
@@ -145,7 +159,7 @@ def project(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, packing: Packin
     x: (B*T, D), weight: (L, D, 3A).
     """
     if not packing.suits_all_heads(weight.shape[1] * weight.shape[2]):
-        entries = packing.token, packing.head_sizes, entry_spans(packing)
+        entries = packing.token, packing.head_sizes, packing.spans
         qkv = RoutedProjection.apply(x, weight, cos[:, 0], sin[:, 0], *entries)
         return qkv.unflatten(-1, (3, -1)).unbind(1)
     qkv = torch.matmul(x, weight)[packing.head, packing.token].unflatten(-1, (3, -1))
@@ -156,7 +170,7 @@ def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> 
     """Sum over each token's heads of mix * (attended @ weight): (P, A), (L, A, D), (P,); returns (B*T, D) wide."""
     num_tokens = packing.num_rows * packing.num_tokens
     if not packing.suits_all_heads(3 * weight.shape[1] * weight.shape[2]):
-        entries = packing.token, packing.head_sizes, entry_spans(packing)
+        entries = packing.token, packing.head_sizes, packing.spans
         return RoutedCombination.apply(attended, weight, mix, *entries, num_tokens)
     mixed = (attended * mix[:, None]).to(attended.dtype)
     spread = mixed.new_zeros(num_tokens, len(weight), mixed.shape[1])
@@ -193,19 +207,6 @@ class RoutedProjection(torch.autograd.Function):
 
 def split_together(sizes: int | list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
-
-
-def entry_spans(packing: Packing) -> list[tuple[int, slice]]:
-    """Every head with its entries; on a CPU, block of tokens after block of tokens, each with all its heads."""
-    num_heads, num_tokens = len(packing.head_sizes), packing.num_rows * packing.num_tokens
-    num_blocks = -(-num_tokens // TOKEN_BLOCK) if packing.token.device.type == "cpu" else 1
-    ends = list(accumulate(packing.head_sizes))
-    if num_blocks > 1:
-        key = packing.head * num_blocks + packing.token // TOKEN_BLOCK  # ascends, as tokens do inside a head
-        ends = torch.searchsorted(key, torch.arange(num_heads * num_blocks), right=True).tolist()
-    starts = [0, *ends[:-1]]
-    order = ((head, head * num_blocks + block) for block in range(num_blocks) for head in range(num_heads))
-    return [(head, slice(starts[i], ends[i])) for head, i in order if ends[i] > starts[i]]
 
 
 def rotate_queries_and_keys(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
