@@ -24,6 +24,7 @@ from .device_plan_shram import (
     store_entries,
 )
 from .plans_shram import (
+    EntryAngles,
     Packing,
     apply_rotary,
     attend_few,
@@ -111,6 +112,15 @@ class TokenRows:
             routed_scale=yarn_logit_factor(config) / math.sqrt(width),
         )
 
+    def span(self, first: int, last: int) -> "TokenRows":
+        """Tokens first to last, as the local path sees them."""
+        return replace(
+            self,
+            mask=None if self.mask is None else self.mask[:, first:last],
+            index=self.index[:, first:last],
+            local_rotary=tuple(table[:, :, first:last] for table in self.local_rotary),
+        )
+
     def to(self, device, non_blocking: bool = False) -> "TokenRows":
         """What accelerate asks of an argument when layers lie on several devices."""
 
@@ -169,6 +179,12 @@ def blocked_window_attention(q: Tensor, k: Tensor, v: Tensor, alive: Tensor, win
     return out[:, :, :num_queries]
 
 
+# On a cache, so many tokens of all rows go through the local path at a time and stay in a processor's cache; a block
+# pays for the window before it, so that it is at least so many windows long.
+LOCAL_BLOCK = 2048
+WINDOWS_A_BLOCK = 8
+
+
 class SlidingWindowHeads(nn.Module):
     """Causal multi-head attention over the last W real tokens, the query's own included."""
 
@@ -184,6 +200,20 @@ class SlidingWindowHeads(nn.Module):
 
     def forward(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         """Return (B, T, D) and, when asked, the attention maps (B, H, T, N)."""
+        num_rows, num_tokens = x.shape[:2]
+        size = max(LOCAL_BLOCK // num_rows, WINDOWS_A_BLOCK * self.window, 1)
+        if num_tokens <= size or output_attentions or not self.suits_blocks(x, cache):
+            return self.transform(x, tokens, cache, output_attentions)
+        spans = ((first, first + size) for first in range(0, num_tokens, size))
+        return torch.cat([self.transform(x[:, a:b], tokens.span(a, b), cache)[0] for a, b in spans], dim=1), None
+
+    def suits_blocks(self, x: Tensor, cache) -> bool:
+        """Whether a call may be split as a caller would, into shorter ones on the cache; a recorded past is slow then."""
+        if cache is None or cache.record_past or torch.compiler.is_compiling():
+            return False
+        return x.device.type == "cpu" and not torch.is_grad_enabled()
+
+    def transform(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -332,9 +362,9 @@ class MosrahHeads(nn.Module):
         if cache is not None and self.takes_few(tokens):
             return self.forward_few(x, tokens, routing, cache).to(x.dtype), routing, None
         packing = pack(routing.heads, tokens.mask, self.num_heads)
-        cos, sin = self.entry_rotary(tokens, packing, cache)  # before the cache is written
         x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
-        q, k, v = project(x_flat, qkv_weight, cos.to(x_flat.dtype), sin.to(x_flat.dtype), packing)
+        angles = self.entry_angles(tokens, packing, cache, x_flat.dtype)  # before the cache is written
+        q, k, v = project(x_flat, qkv_weight, angles, packing)
         first_slots, num_keys = packing.group_start, packing.group_length
         if cache is not None:
             k, v, first_slots, num_keys = cache.update(
@@ -346,15 +376,15 @@ class MosrahHeads(nn.Module):
         maps = self.scatter_maps(probs, tokens, packing, cache) if output_attentions else None
         return y.view_as(x).to(x.dtype), routing, maps
 
-    def entry_rotary(self, tokens: TokenRows, packing: Packing | EntryOrder, cache) -> tuple[Tensor, Tensor]:
-        """(P, 1, A) of the token's own position, or of its index in its head's sequence, continued over the cache."""
-        if self.follows_tokens:
-            cos, sin = (table.flatten(0, 2).index_select(0, packing.token) for table in tokens.routed_rotary)
-            return cos, sin
-        rank = packing.rank
-        if cache is not None and not cache.is_empty:
-            rank = rank + cache.slots_of(packing)[1].to(rank.device)[packing.group]
-        return rotary_tables(rank[:, None], tokens.routed_frequencies, tokens.routed_rotary[0].dtype)
+    def entry_angles(self, tokens: TokenRows, packing: Packing | EntryOrder, cache, dtype) -> EntryAngles:
+        """Of the token's own position, or of its index in its head's sequence, continued over the cache."""
+        tables, index = (table.flatten(0, 3) for table in tokens.routed_rotary), packing.token
+        if not self.follows_tokens:
+            rank, index = packing.rank, None
+            if cache is not None and not cache.is_empty:
+                rank = rank + cache.slots_of(packing)[1].to(rank.device)[packing.group]
+            tables = rotary_tables(rank, tokens.routed_frequencies, tokens.routed_rotary[0].dtype)
+        return EntryAngles(*(table.to(dtype) for table in tables), index)
 
     def takes_few(self, tokens: TokenRows) -> bool:
         """Whether `forward_few` serves a call on a cache: short, without gradients, training, padding and maps."""
@@ -411,10 +441,9 @@ class MosrahHeads(nn.Module):
     def forward_on_device(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
         """The same by the kernels of `device_plan_shram`, over this call's tokens alone: the cache is only written."""
         order = sort_entries(routing.heads, tokens.mask, self.num_heads)
-        cos, sin = self.entry_rotary(tokens, order, None)
         x_flat, qkv_weight, out_weight = autocast(x.flatten(0, 1), self.qkv_proj, self.out_proj)
         qkv = project_entries(x_flat, qkv_weight, order).unflatten(-1, (3, self.head_dim))
-        q, k = apply_rotary(qkv[:, :2], cos.to(qkv.dtype), sin.to(qkv.dtype)).unbind(1)
+        q, k = apply_rotary(qkv[:, :2], *self.entry_angles(tokens, order, None, qkv.dtype).of()).unbind(1)
         v = qkv[:, 2]
         if cache is not None:
             store_entries(cache, k, v, order, tokens.index)

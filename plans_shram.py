@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -153,17 +154,28 @@ def suits_all_heads(num_tokens: int, num_products: int) -> bool:
     return num_tokens <= FEW_TOKENS and num_tokens * num_products <= FEW_PRODUCTS
 
 
-def project(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, packing: Packing) -> tuple[Tensor, ...]:
-    """Queries and keys, rotated by cos, sin (P, 1, A), and values of tokens for their heads, (P, A) each.
+class EntryAngles(NamedTuple):
+    """Rotary tables cos, sin (n, A), and which of their rows each entry takes, (P,), or None: the one of its number."""
 
-    x: (B*T, D), weight: (L, D, 3A).
-    """
+    cos: Tensor
+    sin: Tensor
+    index: Tensor | None
+
+    def of(self, entries: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """(p, 1, A) of some entries."""
+        if self.index is None:
+            return self.cos[entries, None], self.sin[entries, None]
+        index = self.index[entries]
+        return self.cos.index_select(0, index)[:, None], self.sin.index_select(0, index)[:, None]
+
+
+def project(x: Tensor, weight: Tensor, angles: EntryAngles, packing: Packing) -> tuple[Tensor, ...]:
+    """Queries and keys, rotated, and values of tokens for their heads, (P, A) each: x (B*T, D), weight (L, D, 3A)."""
     if not packing.suits_all_heads(weight.shape[1] * weight.shape[2]):
         entries = packing.token, packing.head_sizes, packing.spans
-        qkv = RoutedProjection.apply(x, weight, cos[:, 0], sin[:, 0], *entries)
-        return qkv.unflatten(-1, (3, -1)).unbind(1)
+        return RoutedProjection.apply(x, weight, *angles, *entries).unflatten(-1, (3, -1)).unbind(1)
     qkv = torch.matmul(x, weight)[packing.head, packing.token].unflatten(-1, (3, -1))
-    return *apply_rotary(qkv[:, :2], cos, sin).unbind(1), qkv[:, 2]
+    return *apply_rotary(qkv[:, :2], *angles.of()).unbind(1), qkv[:, 2]
 
 
 def combine(attended: Tensor, weight: Tensor, mix: Tensor, packing: Packing) -> Tensor:
@@ -182,37 +194,40 @@ class RoutedProjection(torch.autograd.Function):
     """Entries e of head h: out_e = x[token_e] @ weight[h], q and k rotated; saves x, not its P gathered rows."""
 
     @staticmethod
-    def forward(ctx, x, weight, cos, sin, token, head_sizes, spans):
-        ctx.save_for_backward(x, weight, cos, sin, token)
+    def forward(ctx, x, weight, cos, sin, index, token, head_sizes, spans):
+        ctx.save_for_backward(x, weight, cos, sin, index, token)
         ctx.head_sizes = head_sizes
         out = x.new_empty(len(token), weight.shape[2])
         for head, span in spans:
             torch.mm(x.index_select(0, token[span]), weight[head], out=out[span])
-        return rotate_queries_and_keys(out, cos, sin)
+        return rotate_queries_and_keys(out, EntryAngles(cos, sin, index))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        x, weight, cos, sin, token = ctx.saved_tensors
+        x, weight, cos, sin, index, token = ctx.saved_tensors
         grad_x = torch.zeros_like(x, dtype=wide_dtype(x.dtype))
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grad = rotate_queries_and_keys(grad.clone(), cos, -sin)
+        grad = rotate_queries_and_keys(grad.clone(), EntryAngles(cos, -sin, index))
         for head, (rows, entries) in enumerate(split_together(ctx.head_sizes, token, grad)):
             if len(rows):
                 grad_x.index_add_(0, rows, (entries @ weight[head].T).to(grad_x.dtype))
                 if grad_weight is not None:
                     torch.mm(x.index_select(0, rows).T, entries, out=grad_weight[head])
-        return grad_x.to(x.dtype), grad_weight, None, None, None, None, None
+        return grad_x.to(x.dtype), grad_weight, *[None] * 6
 
 
 def split_together(sizes: int | list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
 
 
-def rotate_queries_and_keys(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In place, qkv (P, 3A), cos, sin (P, A)."""
-    for part in qkv.chunk(3, dim=-1)[:2]:
-        rotate(part, cos, sin)
+def rotate_queries_and_keys(qkv: Tensor, angles: EntryAngles) -> Tensor:
+    """In place and in blocks, qkv (P, 3A)."""
+    turned = qkv.unflatten(-1, (3, -1))[:, :2]
+    size = max(1, ROTATED_BLOCK // (2 * turned.shape[2]))
+    for first in range(0, len(qkv), size):
+        part = turned[first : first + size]
+        apply_rotary(part, *angles.of(slice(first, first + size)), out=part)
     return qkv
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shram import plans_shram
+from shram import attention_shram, plans_shram
 from shram.configuration_shram import ShramConfig
 from shram.modeling_shram import ShramForCausalLM
 from tests.support import tiny_config, wide_model
@@ -75,6 +75,8 @@ def chosen_implementation(name: str):
                 patch.setattr(plans_shram, limit, 0)
             for block, size in (("QUERY_BLOCK", 3), ("TOKEN_BLOCK", 4), ("ROW_BLOCK", 5), ("ROTATED_BLOCK", 32)):
                 patch.setattr(plans_shram, block, size)
+            patch.setattr(attention_shram, "LOCAL_BLOCK", 6)
+            patch.setattr(attention_shram, "WINDOWS_A_BLOCK", 0)
         yield name.split()[0]
 
 

@@ -64,30 +64,35 @@ def implementation(request):
         yield name
 
 
-@given(case=cases(max_tokens=19, **ROOMY), data=st.data())
-def test_any_chunking_equals_the_uncached_forward(growing, implementation, case: Case, data):
-    model = case.model(implementation=implementation)
+@given(case=cases(max_tokens=19, **ROOMY), gradients=st.booleans(), data=st.data())
+def test_any_chunking_equals_the_uncached_forward(growing, implementation, case: Case, gradients, data):
+    """With and without gradients, which take ways of their own."""
+    model, num_tokens = case.model(implementation=implementation), case.ids.shape[1]
     expected = model(case.ids, attention_mask=case.mask, use_cache=False).logits[case.real]
-    for chunks in (data.draw(chunkings(case.ids.shape[1])), [1] * case.ids.shape[1]):
-        logits, _ = feed(model, case.ids, case.mask, chunks, model.new_cache(growing=growing))
+    for chunks in ([num_tokens], data.draw(chunkings(num_tokens)), [1] * num_tokens):
+        with torch.set_grad_enabled(gradients):
+            logits, _ = feed(model, case.ids, case.mask, chunks, model.new_cache(growing=growing))
         assert_near(logits[case.real], expected)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 13, 41])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_precision_agrees_with_its_uncached_forward(growing, dtype, chunk):
+@pytest.mark.parametrize("gradients", [True, False], ids=["gradients", "no gradients"])
+def test_every_precision_agrees_with_its_uncached_forward(growing, dtype, chunk, gradients):
     model = wide_model(tiny_config(**ROOMY, num_hidden_layers=1), 0, dtype)
     ids = draw_ids(2, 41)
     chunks = [chunk] * (41 // chunk) + [41 % chunk] * (41 % chunk > 0)
-    logits, _ = feed(model, ids, None, chunks, model.new_cache(growing=growing))
+    with torch.set_grad_enabled(gradients):
+        logits, _ = feed(model, ids, None, chunks, model.new_cache(growing=growing))
     assert_near(logits, model(ids, use_cache=False).logits)
 
 
-@given(case=cases(max_tokens=13, **ROOMY), data=st.data())
+@given(case=cases(max_tokens=13, **ROOMY), gradients=st.booleans(), data=st.data())
 @settings(max_examples=20)
-def test_contents_depend_on_the_tokens_not_on_the_chunks(growing, case: Case, data):
-    model, tokens = case.model(), case.ids.shape[1]
-    _, whole = feed(model, case.ids, case.mask, cache=model.new_cache(growing=growing))
+def test_contents_depend_on_the_tokens_not_on_the_chunks(growing, implementation, case: Case, gradients, data):
+    model, tokens = case.model(implementation=implementation), case.ids.shape[1]
+    with torch.set_grad_enabled(gradients):
+        _, whole = feed(model, case.ids, case.mask, cache=model.new_cache(growing=growing))
     _, parts = feed(model, case.ids, case.mask, data.draw(chunkings(tokens)), model.new_cache(growing=growing))
     assert whole.get_seq_length() == parts.get_seq_length() == tokens
     assert_same(contents(parts), contents(whole), exact=False)
