@@ -200,18 +200,18 @@ class SlidingWindowHeads(nn.Module):
 
     def forward(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         """Return (B, T, D) and, when asked, the attention maps (B, H, T, N)."""
-        num_rows, num_tokens = x.shape[:2]
-        size = max(LOCAL_BLOCK // num_rows, WINDOWS_A_BLOCK * self.window, 1)
-        if num_tokens <= size or output_attentions or not self.suits_blocks(x, cache):
+        if output_attentions or not self.suits_blocks(x, cache):
             return self.transform(x, tokens, cache, output_attentions)
-        spans = ((first, first + size) for first in range(0, num_tokens, size))
+        size = max(LOCAL_BLOCK // len(x), WINDOWS_A_BLOCK * self.window, 1)
+        if x.shape[1] <= size:
+            return self.transform(x, tokens, cache)
+        spans = ((first, first + size) for first in range(0, x.shape[1], size))
         return torch.cat([self.transform(x[:, a:b], tokens.span(a, b), cache)[0] for a, b in spans], dim=1), None
 
     def suits_blocks(self, x: Tensor, cache) -> bool:
         """Whether a call may be split as a caller would, into shorter ones on the cache; a recorded past is slow then."""
-        if cache is None or cache.record_past or torch.compiler.is_compiling():
-            return False
-        return x.device.type == "cpu" and not torch.is_grad_enabled()
+        is_plain = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+        return is_plain and x.device.type == "cpu" and cache is not None and not cache.record_past
 
     def transform(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         q, k, v = (
