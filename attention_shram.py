@@ -37,6 +37,7 @@ from .plans_shram import (
     combine_few,
     combine_static,
     fits_few,
+    is_watched,
     pack,
     project,
     project_few,
@@ -200,18 +201,17 @@ class SlidingWindowHeads(nn.Module):
 
     def forward(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         """Return (B, T, D) and, when asked, the attention maps (B, H, T, N)."""
-        if output_attentions or not self.suits_blocks(x, cache):
-            return self.transform(x, tokens, cache, output_attentions)
         size = max(LOCAL_BLOCK // len(x), WINDOWS_A_BLOCK * self.window, 1)
-        if x.shape[1] <= size:
-            return self.transform(x, tokens, cache)
+        if torch.compiler.is_compiling() or output_attentions or x.shape[1] <= size or not self.suits_blocks(x, cache):
+            return self.transform(x, tokens, cache, output_attentions)
         spans = ((first, first + size) for first in range(0, x.shape[1], size))
         return torch.cat([self.transform(x[:, a:b], tokens.span(a, b), cache)[0] for a, b in spans], dim=1), None
 
     def suits_blocks(self, x: Tensor, cache) -> bool:
-        """Whether a call may be split as a caller would, into shorter ones on the cache; a recorded past is slow then."""
-        is_plain = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
-        return is_plain and x.device.type == "cpu" and cache is not None and not cache.record_past
+        """Whether a call may be split into shorter ones on the cache, as a caller would."""
+        if cache is None or cache.record_past:  # a past that grows would be moved once a block
+            return False
+        return x.device.type == "cpu" and not torch.is_grad_enabled() and not is_watched(*self.children())
 
     def transform(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         q, k, v = (
@@ -384,7 +384,8 @@ class MosrahHeads(nn.Module):
             if cache is not None and not cache.is_empty:
                 rank = rank + cache.slots_of(packing)[1].to(rank.device)[packing.group]
             tables = rotary_tables(rank, tokens.routed_frequencies, tokens.routed_rotary[0].dtype)
-        return EntryAngles(*(table.to(dtype) for table in tables), index)
+        cos, sin = (table.to(dtype) for table in tables)
+        return EntryAngles(cos, sin, index)
 
     def takes_few(self, tokens: TokenRows) -> bool:
         """Whether `forward_few` serves a call on a cache: short, without gradients, training, padding and maps."""

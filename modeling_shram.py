@@ -233,7 +233,7 @@ def split_documents(layout: Layout, restart: Tensor) -> Layout:
 
 
 class ShramRMSNorm(nn.RMSNorm):
-    """The library's, by blocks of rows: hooks see whole tensors."""
+    """The library's, by blocks of rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         return by_row_blocks(super().forward, x)
@@ -251,7 +251,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class ShramMLP(nn.Module):
-    """SwiGLU, by blocks of rows: hooks see whole tensors here, and blocks at the projections."""
+    """SwiGLU."""
 
     def __init__(self, config):
         super().__init__()
@@ -260,9 +260,6 @@ class ShramMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return by_row_blocks(self.transform, x)
-
-    def transform(self, x: Tensor) -> Tensor:
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
@@ -276,9 +273,13 @@ class ShramDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, tokens: TokenRows, layer_cache=None, output_attentions: bool = False):
         attended, stats = self.self_attn(self.input_layernorm(hidden_states), tokens, layer_cache, output_attentions)
-        hidden_states = hidden_states + attended
-        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        inside = self.post_attention_layernorm, self.mlp
+        hidden_states = by_row_blocks(self.finish, hidden_states, attended, inside=inside)
         return hidden_states, *stats  # flat: reentrant checkpointing sees no tensor inside another tuple
+
+    def finish(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 # ---------------------------------------------------------------------------------------------------- model

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -52,11 +52,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 ROW_BLOCK = 256
 
 
-def by_row_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) for a function of rows that keeps their width; x: (..., D)."""
+def is_watched(*modules: nn.Module) -> bool:
+    """Whether a hook, or accelerate's, sits on one of the modules or inside: those must see whole tensors."""
+    return any(
+        inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or hasattr(inner, "_hf_hook")
+        for module in modules
+        for inner in module.modules()
+    )
+
+
+def by_row_blocks(function: Callable[..., Tensor], *tensors: Tensor, inside: tuple[nn.Module, ...] = ()) -> Tensor:
+    """function(*tensors), a function of rows that keeps their width, tensors (..., D); `inside`: modules it calls."""
+    x = tensors[0]
     if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() <= ROW_BLOCK * x.shape[-1]:
-        return function(x)
-    return torch.cat([function(rows) for rows in x.flatten(0, -2).split(ROW_BLOCK)]).view_as(x)
+        return function(*tensors)
+    if is_watched(*inside):
+        return function(*tensors)
+    blocks = zip(*(tensor.flatten(0, -2).split(ROW_BLOCK) for tensor in tensors), strict=True)
+    return torch.cat([function(*rows) for rows in blocks]).view_as(x)
 
 
 # ---------------------------------------------------------------------------------------------------- packing
@@ -232,7 +245,7 @@ def rotate_queries_and_keys(qkv: Tensor, angles: EntryAngles) -> Tensor:
 
 
 class RoutedCombination(torch.autograd.Function):
-    """y[token_e] += mix_e * (attended_e @ weight[h]), summed in wide precision; saves nothing of width D per entry."""
+    """y[token_e] += (mix_e * attended_e) @ weight[h], summed in wide precision; saves nothing of width D per entry."""
 
     @staticmethod
     def forward(ctx, attended, weight, mix, token, head_sizes, spans, num_tokens):
@@ -240,7 +253,8 @@ class RoutedCombination(torch.autograd.Function):
         ctx.head_sizes = head_sizes
         y = torch.zeros(num_tokens, weight.shape[2], dtype=mix.dtype, device=mix.device)
         for head, span in spans:
-            y.index_add_(0, token[span], (attended[span] @ weight[head]).to(y.dtype).mul_(mix[span, None]))
+            mixed = (attended[span] * mix[span, None]).to(attended.dtype)
+            y.index_add_(0, token[span], (mixed @ weight[head]).to(y.dtype))
         return y
 
     @staticmethod
