@@ -273,13 +273,17 @@ class ShramDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, tokens: TokenRows, layer_cache=None, output_attentions: bool = False):
         attended, stats = self.self_attn(self.input_layernorm(hidden_states), tokens, layer_cache, output_attentions)
-        inside = self.post_attention_layernorm, self.mlp
-        hidden_states = by_row_blocks(self.finish, hidden_states, attended, inside=inside)
+        rows = hidden_states, attended
+        if torch.is_grad_enabled():  # then blocks save no memory here: autograd keeps them
+            hidden_states = self.finish(*rows)
+        else:
+            hidden_states = by_row_blocks(self.finish, *rows, inside=(self.post_attention_layernorm, self.mlp))
         return hidden_states, *stats  # flat: reentrant checkpointing sees no tensor inside another tuple
 
     def finish(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
         hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        normed = self.post_attention_layernorm(hidden_states)
+        return hidden_states + by_row_blocks(self.mlp, normed, inside=(self.mlp,))
 
 
 # ---------------------------------------------------------------------------------------------------- model

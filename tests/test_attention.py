@@ -265,14 +265,15 @@ def test_one_forward_leaves_the_random_state_alone(implementation):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("gradients", [True, False], ids=["gradients", "no gradients"])
 @pytest.mark.parametrize("watched", ["", "mlp", "mlp.gate_proj", "post_attention_layernorm", "self_attn.local.k_proj"])
-def test_hooks_see_whole_tensors_of_inputs_that_run_in_blocks(watched):
+def test_hooks_see_whole_tensors_of_inputs_that_run_in_blocks(watched, gradients):
     with chosen_implementation("sdpa for long inputs"):
         model, ids, widths = wide_model(tiny_config(), 0, torch.float64), draw_ids(2, 17), []
         expected = reference_logits(model, ids)
         if watched:
             module = model.model.layers[0].get_submodule(watched)
             module.register_forward_hook(lambda module, args, output: widths.append(output.shape[:2]))
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             assert_near(model(ids).logits, expected)
     assert widths == ([ids.shape] if watched else [])
