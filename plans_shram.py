@@ -54,19 +54,15 @@ ROW_BLOCK = 256
 
 def is_watched(*modules: nn.Module) -> bool:
     """Whether a hook, or accelerate's, sits on one of the modules or inside: those must see whole tensors."""
-    return any(
-        inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or hasattr(inner, "_hf_hook")
-        for module in modules
-        for inner in module.modules()
-    )
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_hf_hook"
+    return any(getattr(inner, kind, None) for module in modules for inner in module.modules() for kind in kinds)
 
 
 def by_row_blocks(function: Callable[..., Tensor], *tensors: Tensor, inside: tuple[nn.Module, ...] = ()) -> Tensor:
     """function(*tensors), a function of rows that keeps their width, tensors (..., D); `inside`: modules it calls."""
     x = tensors[0]
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() <= ROW_BLOCK * x.shape[-1]:
-        return function(*tensors)
-    if is_watched(*inside):
+    stays_whole = torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() <= ROW_BLOCK * x.shape[-1]
+    if stays_whole or is_watched(*inside):
         return function(*tensors)
     blocks = zip(*(tensor.flatten(0, -2).split(ROW_BLOCK) for tensor in tensors), strict=True)
     return torch.cat([function(*rows) for rows in blocks]).view_as(x)
