@@ -26,6 +26,7 @@ from .device_plan_shram import (
 from .plans_shram import (
     EntryAngles,
     Packing,
+    apply_linear,
     apply_rotary,
     attend_few,
     attend_padded,
@@ -215,8 +216,8 @@ class SlidingWindowHeads(nn.Module):
 
     def transform(self, x: Tensor, tokens: TokenRows, cache=None, output_attentions: bool = False):
         q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            projected.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+            for projected in apply_linear(x, self.q_proj, self.k_proj, self.v_proj)
         )
         cos, sin = (table.to(q.dtype) for table in tokens.local_rotary)
         # nothing else holds what is joined here, but autograd may
@@ -230,7 +231,7 @@ class SlidingWindowHeads(nn.Module):
             maps = probs.new_zeros(*probs.shape[:3], tokens.num_keys)
             key_places = key_places[:, -probs.shape[3] :]
             maps = maps.scatter_add(3, key_places[:, None, None].expand_as(probs), probs)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), maps
+        return apply_linear(out.transpose(1, 2).flatten(2), self.o_proj)[0], maps
 
     def with_window(self, k: Tensor, v: Tensor, tokens: TokenRows, cache) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values (B, H, n+T, A) of n tokens before the chunk and the chunk, and which are alive.
@@ -275,13 +276,13 @@ class SlidingWindowHeads(nn.Module):
 # ---------------------------------------------------------------------------------------------------- routing
 
 
-def load_balance(expert_bias: Tensor, frequencies: Tensor) -> Tensor:
+def load_balance(expert_bias: Tensor | None, frequencies: Tensor) -> Tensor:
     """Imbalance sum_l |f_l - 1/L| of head frequencies (..., L); its gradient is sign(f_l - 1/L) on the bias alone.
 
     Auxiliary-loss-free balancing (arXiv 2408.15664), expressed so that any optimizer applies it.
     """
     excess = frequencies.detach() - 1 / frequencies.shape[-1]
-    if not (torch.is_grad_enabled() and expert_bias.requires_grad):
+    if expert_bias is None or not (torch.is_grad_enabled() and expert_bias.requires_grad):
         return excess.abs().sum(dim=-1)
     # value 0, gradient sign(excess)
     pull = (expert_bias - expert_bias.detach()) * excess.sign()
@@ -325,9 +326,9 @@ class Router(nn.Module):
         )
         with off:
             logits = F.linear(x.to(wide), self.weight.to(wide))
-        biased = logits.detach() + self.expert_bias.detach().to(wide)
         # a stable sort, not topk: ties go to the lower index in every execution path
-        heads = biased.sort(dim=-1, descending=True, stable=True).indices[..., : self.num_selected_heads]
+        order = (logits + self.expert_bias).sort(dim=-1, descending=True, stable=True).indices
+        heads = order[..., : self.num_selected_heads]
         weights = logits.gather(-1, heads).softmax(dim=-1)
         if torch.is_grad_enabled() and self.expert_bias.requires_grad:
             # a gradient of zero, so that losses without the balance term leave no parameter unused
@@ -408,8 +409,7 @@ class MosrahHeads(nn.Module):
             cos, sin = rotary_tables(rank, tokens.routed_frequencies, cos.dtype)
         q, k = apply_rotary(qkv[..., :2, :], cos.to(qkv.dtype), sin.to(qkv.dtype)).flatten(0, 2).unbind(1)
         k, v = cache.append(k, qkv[..., 2, :].flatten(0, 2), entries, tokens.index)
-        is_one_each = routing.heads.shape[1] == 1
-        attended = attend_few(q, k, v, entries.first_slots, entries.num_keys, tokens.routed_scale, is_one_each)
+        attended = attend_few(q, k, v, entries, tokens.routed_scale, is_one_each=routing.heads.shape[1] == 1)
         return combine_few(attended, out_weight, heads, routing.weights.flatten(0, 1)).view_as(x)
 
     def forward_static(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
@@ -516,11 +516,11 @@ class ShramHybridLayer(nn.Module):
 
 def balance(stats: list[AttentionStats], mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Load-balance loss, the mean over layers, and max_vio, the largest L * max_l(f_l) - 1; padding is not traffic."""
-    device = stats[0].heads.device
+    device, num_heads = stats[0].heads.device, stats[0].router_logits.shape[-1]
     heads = torch.stack([s.heads.to(device) for s in stats])
-    bias = torch.stack([s.expert_bias.to(device) for s in stats])
-    load = head_load(heads, mask, bias.shape[1], stats[0].router_logits.dtype)
-    return load_balance(bias, load).mean(), bias.shape[1] * load.max() - 1
+    load = head_load(heads, mask, num_heads, stats[0].router_logits.dtype)
+    bias = torch.stack([s.expert_bias.to(device) for s in stats]) if torch.is_grad_enabled() else None
+    return load_balance(bias, load).mean(), num_heads * load.max() - 1
 
 
 __all__ = ["AttentionStats", "ShramHybridLayer", "TokenRows", "balance"]

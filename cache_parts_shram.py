@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .plans_shram import ranks_in_chunk
+from .plans_shram import Entries, ranks_in_chunk
 
 # A growing slab gives each head this share of free slots when it moves, and at least this many.
 GROWTH_SHARE = 8
@@ -91,15 +91,6 @@ class Provisional:
     def discard(self) -> None:
         """Drop all provisional tokens."""
         self.commit(0)
-
-
-class Entries(NamedTuple):
-    """Where the P entries of a short chunk go: head_of_row, index into flat (B, L); first_slots of their heads'
-    histories; num_keys up to and with themselves; all (P,) int64."""
-
-    head_of_row: Tensor
-    first_slots: Tensor
-    num_keys: Tensor
 
 
 class RowState(Provisional):
@@ -484,13 +475,15 @@ class MoSRAHCache(RowState):
             row = torch.arange(num_rows, device=heads.device).repeat_interleave(num_tokens * num_selected)
             head_of_row = row * self.num_mosrah_heads + head_of_row
         self._reserve(head_of_row, None, num_tokens)
-        first_slots, num_keys = self._slots_of(head_of_row, row)
-        return Entries(head_of_row, first_slots, num_keys + ranks_in_chunk(heads, self.num_mosrah_heads) + 1)
+        first_slots, rank = self._slots_of(head_of_row, row)
+        if num_tokens > 1:
+            rank = rank + ranks_in_chunk(heads, self.num_mosrah_heads)
+        return Entries(head_of_row, first_slots, first_slots + rank, rank + 1)
 
     def append(self, keys: Tensor, values: Tensor, entries: Entries, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys, values (P, A) of tokens at positions (B, T); returns all keys and values (slots, A)."""
         positions = positions[..., None].expand(*positions.shape, len(keys) // positions.numel()).flatten()
-        flat = self._write(entries.first_slots + entries.num_keys - 1, keys, values, positions)
+        flat = self._write(entries.slots, keys, values, positions)
         counts = self.counts.view(-1).scatter_reduce(0, entries.head_of_row, entries.num_keys, "amax")
         self.counts = counts.view_as(self.counts)
         return flat

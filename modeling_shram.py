@@ -26,7 +26,7 @@ from .cache_parts_shram import MoSRAHCache  # noqa: F401
 from .cache_shram import ShramCache
 from .configuration_shram import ShramConfig
 from .device_plan_shram import find_kernels  # noqa: F401
-from .plans_shram import by_row_blocks, wide_dtype
+from .plans_shram import apply_linear, by_row_blocks, wide_dtype
 
 logger = logging.get_logger(__name__)
 
@@ -260,7 +260,8 @@ class ShramMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+        gate, up = apply_linear(x, self.gate_proj, self.up_proj)
+        return apply_linear(gated(gate, up), self.down_proj)[0]
 
 
 class ShramDecoderLayer(GradientCheckpointingLayer):
@@ -569,7 +570,7 @@ class ShramForCausalLM(ShramPreTrainedModel, GenerationMixin):
         kept = logits_to_keep
         if labels is not None or isinstance(kept, int):
             kept = slice(-kept, None) if labels is None and kept else slice(None)
-        logits, loss = self.lm_head(out.last_hidden_state[:, kept]), None
+        (logits,), loss = apply_linear(out.last_hidden_state[:, kept], self.lm_head), None
         if labels is not None:
             loss, share = causal_lm_loss(logits, labels, num_items_in_batch)
             if self.training:

@@ -15,6 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+try:
+    from torch.nn.modules.module import _has_any_global_hook as has_global_hook
+except ImportError:
+
+    def has_global_hook() -> bool:
+        """Nobody can tell: assume one."""
+        return True
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of angles, router scores and norm statistics: float64 for a float64 model, else float32."""
@@ -66,6 +74,44 @@ def by_row_blocks(function: Callable[..., Tensor], *tensors: Tensor, inside: tup
         return function(*tensors)
     blocks = zip(*(tensor.flatten(0, -2).split(ROW_BLOCK) for tensor in tensors), strict=True)
     return torch.cat([function(*rows) for rows in blocks]).view_as(x)
+
+
+# MKL multiplies a weight by two columns in little more than half the time that it takes for one row, and by several
+# columns faster than by as many rows, while they stay within these bytes, half of a first-level cache.
+FEW_COLUMNS_BYTES = 2**14
+HAS_MKL = torch.backends.mkl.is_available()
+
+
+def multiply_columns(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    """x @ weight.T for each weight (E, D), the rows of x (..., D) taken as columns, a single one twice."""
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.shape[0] == 1:
+        twice = torch.cat((rows, rows))
+        products = [F.linear(weight, twice).narrow_copy(1, 0, 1) for weight in weights]
+    else:
+        products = [F.linear(weight, rows).t().contiguous() for weight in weights]
+    return [product.view(*x.shape[:-1], weight.shape[0]) for product, weight in zip(products, weights, strict=True)]
+
+
+def takes_columns(x: Tensor) -> bool:
+    """Whether x is so few rows, without gradients."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not (HAS_MKL and x.is_cpu and x.itemsize >= 4):
+        return False
+    return max(x.nbytes, 2 * x.shape[-1] * x.itemsize) <= FEW_COLUMNS_BYTES
+
+
+def is_plain_product(layer: nn.Linear) -> bool:
+    """Whether a call of the layer is a product with its weight, and nobody watches."""
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or layer.bias is not None:
+        return False  # an adapter, or a quantized weight, brings its own product
+    return not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer) or has_global_hook())
+
+
+def apply_linear(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
+    """layer(x) of each, faster for few rows on a CPU; no subclass, since libraries quantize nn.Linear's very type."""
+    if takes_columns(x) and all(is_plain_product(layer) for layer in layers):
+        return multiply_columns(x, *(layer.weight for layer in layers))
+    return [layer(x) for layer in layers]
 
 
 # ---------------------------------------------------------------------------------------------------- packing
@@ -350,32 +396,65 @@ def attend_routed(q, k, v, packing: Packing, first_slots, num_keys, scale, dropo
 # Of one token a row, gathering keys pays up to this length of the longest history; beyond, a view for each entry.
 MAX_GATHERED_KEYS = 512
 # More tokens a row gather the same keys again and again: up to so many entries times tokens of context.
-MAX_GATHERED_ENTRIES = 2**17
+MAX_GATHERED_ENTRIES = 2**19
+# Every entry multiplies on its own: up to so many multiplications a head, as `suits_all_heads` counts them.
+MAX_SINGLE_PRODUCTS = 2**20
+
+
+class Entries(NamedTuple):
+    """Where the P entries of a short chunk go: head_of_row, index into flat (B, L); first_slots of their heads'
+    histories; their own slots there; num_keys up to and with themselves; all (P,) int64."""
+
+    head_of_row: Tensor
+    first_slots: Tensor
+    slots: Tensor
+    num_keys: Tensor
 
 
 def fits_few(num_rows: int, num_tokens: int, num_selected: int, num_context: int, num_products: int) -> bool:
     """Whether a chunk on a cache is short enough; num_context: N; num_products: as `suits_all_heads`."""
-    if num_rows * num_tokens == 1:
+    num_all = num_rows * num_tokens
+    if num_all == 1:
         return True
-    num_entries = num_rows * num_tokens * num_selected
-    return suits_all_heads(num_rows * num_tokens, num_products) and (
-        num_tokens == 1 or num_entries * num_context <= MAX_GATHERED_ENTRIES
-    )
+    if num_all > FEW_TOKENS or num_all * num_products > MAX_SINGLE_PRODUCTS:
+        return False
+    return num_tokens == 1 or num_all * num_selected * num_context <= MAX_GATHERED_ENTRIES
 
 
 def ranks_in_chunk(heads: Tensor, num_heads: int) -> Tensor:
     """(P,) how many tokens of the chunk chose the entry's head before its own: heads (B, T, K)."""
-    if heads.shape[1] == 1:
-        return heads.new_zeros(heads.numel())
     chosen = heads.new_zeros(*heads.shape[:2], num_heads).scatter(-1, heads, 1)
     return (chosen.cumsum(dim=1) - chosen).gather(-1, heads).flatten()
 
 
+# Where a sum of rows is best taken over a list of them; elsewhere a kernel would walk it row by row.
+SUMS_IN_PLACE = ("cpu",)
+
+
+def sums_in_place(table: Tensor) -> bool:
+    return table.device.type in SUMS_IN_PLACE
+
+
+def mix_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of rows of a table (n, E): rows (m, k) int64, m*k weights; returns (m, E)."""
+    if not sums_in_place(table):
+        return torch.bmm(weights.reshape(len(rows), 1, -1), table[rows])[:, 0]
+    starts = torch.arange(0, rows.numel(), rows.shape[1], device=rows.device)
+    return torch.embedding_bag(table, rows.flatten(), starts, False, 0, False, weights.flatten())[0]  # 0: a sum
+
+
+def rows_of_heads(heads: Tensor, num_rows: int) -> Tensor:
+    """(P, num_rows): the rows of heads (P,) in a table that gives each head num_rows of them."""
+    return heads[:, None] * num_rows + torch.arange(num_rows, device=heads.device)
+
+
 def project_few(x: Tensor, weight: Tensor, heads: Tensor) -> Tensor:
     """Project every token for its heads: x (B*T, D), weight (L, D, 3A), heads (P,); returns (P, 3A)."""
+    if sums_in_place(weight):
+        rows = rows_of_heads(heads, x.shape[1])
+        return mix_rows(weight.flatten(0, 1), rows, x[:, None].expand(-1, len(heads) // len(x), -1))
     if len(x) == 1:
-        chosen = weight.index_select(0, heads)
-        return torch.bmm(x.expand(len(chosen), 1, -1), chosen).squeeze(1)
+        return torch.bmm(x.expand(len(heads), 1, -1), weight.index_select(0, heads)).squeeze(1)
     entries = heads.view(len(x), -1) * len(x) + torch.arange(len(x), device=heads.device)[:, None]
     return torch.bmm(x.expand(len(weight), -1, -1), weight).flatten(0, 1).index_select(0, entries.flatten())
 
@@ -383,39 +462,33 @@ def project_few(x: Tensor, weight: Tensor, heads: Tensor) -> Tensor:
 def combine_few(attended: Tensor, weight: Tensor, heads: Tensor, mix: Tensor) -> Tensor:
     """Sum over each token's heads of mix * (attended @ weight): (P, A), (L, A, D), (P,), (B*T, K); returns (B*T, D)."""
     mixed = (attended * mix.view(-1, 1)).to(attended.dtype)
-    if len(mix) == 1:
-        return mixed.view(1, -1) @ weight.index_select(0, heads).flatten(0, 1)
-    # each token's result is a weighted sum of K*A rows
-    width = weight.shape[1]
-    rows = heads[:, None] * width + torch.arange(width, device=heads.device)
-    return F.embedding_bag(
-        rows.view(len(mix), -1), weight.flatten(0, 1), per_sample_weights=mixed.view(len(mix), -1), mode="sum"
-    )
+    rows = rows_of_heads(heads, weight.shape[1])  # K*A of them a token
+    return mix_rows(weight.flatten(0, 1), rows.view(len(mix), -1), mixed)
 
 
 def attend_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One scaled query (A,) to all keys and values (n, A)."""
-    if q.dtype.itemsize == 2:  # products of vectors round too early, and in bfloat16 compile a kernel for every n
+    if q.itemsize == 2:  # products of vectors round too early, and in bfloat16 compile a kernel for every n
         return F.scaled_dot_product_attention(q[None, None], k[None], v[None], scale=1.0)[0, 0]
     return torch.mv(v.t(), torch.mv(k, q).softmax(0))
 
 
-def attend_few(q, k, v, first_slots, num_keys, scale: float, is_one_each: bool) -> Tensor:
-    """One query an entry, q (P, A), to the num_keys (P,) slots of k, v (slots, A) from first_slots (P,) on.
+def attend_few(q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float, is_one_each: bool) -> Tensor:
+    """One query an entry, q (P, A), to the keys of its history up to its own, k, v (slots, A).
 
     is_one_each: no two entries share a history.
     """
-    most_keys = int(num_keys.max())
+    most_keys = int(entries.num_keys.max())
     if is_one_each and most_keys > MAX_GATHERED_KEYS:
-        views = zip(q * scale, first_slots.tolist(), num_keys.tolist(), strict=True)
-        return torch.stack([attend_view(x, k.narrow(0, s, n), v.narrow(0, s, n)) for x, s, n in views])
-    rank = torch.arange(most_keys, device=q.device)
-    last = num_keys[:, None] - 1
-    slots = (first_slots[:, None] + torch.minimum(rank, last)).flatten()  # dead slots are never read
-    keys, values = (x.index_select(0, slots).view(len(q), most_keys, -1) for x in (k, v))
-    scores = torch.bmm(q[:, None] * scale, keys.transpose(1, 2)).to(wide_dtype(q.dtype))
-    probs = scores.masked_fill((rank > last)[:, None], -torch.inf).softmax(dim=-1)
-    return torch.bmm(probs.to(values.dtype), values)[:, 0]
+        views = zip(q * scale, entries.first_slots.tolist(), entries.num_keys.tolist(), strict=True)
+        return torch.stack([attend_view(x, k[s : s + n], v[s : s + n]) for x, s, n in views])
+    slots = entries.first_slots[:, None] + torch.arange(most_keys, device=q.device)
+    last = entries.slots[:, None]
+    live = torch.minimum(slots, last)  # dead slots are never read
+    keys = k.index_select(0, live.flatten()).view(*live.shape, -1)
+    scores = torch.bmm(q[:, None] * scale, keys.transpose(1, 2)).to(wide_dtype(q.dtype))[:, 0]
+    probs = scores.masked_fill(slots > last, -torch.inf).softmax(dim=-1)
+    return mix_rows(v, live, probs.to(v.dtype))
 
 
 # ---------------------------------------------------------------------------------------------------- static shapes
