@@ -105,11 +105,12 @@ class TokenRows:
         both = both_ways(local) + both_ways(yarn_frequencies(config))
         # no buffer, so that it survives meta initialisation and `.to(bfloat16)`; once a call, since a GPU's host waits
         frequencies = torch.tensor(both, dtype=wide_dtype(dtype), device=self.positions.device)
-        cos, sin = rotary_tables(self.positions, frequencies, dtype)
+        tables = rotary_tables(self.positions, frequencies, dtype)
+        local, routed = zip(*(table.chunk(2, dim=-1) for table in tables), strict=True)
         return replace(
             self,
-            local_rotary=(cos[:, None, :, :width], sin[:, None, :, :width]),
-            routed_rotary=(cos[:, :, None, None, width:], sin[:, :, None, None, width:]),
+            local_rotary=tuple(table[:, None] for table in local),
+            routed_rotary=tuple(table[:, :, None, None] for table in routed),
             routed_frequencies=frequencies[width:],
             routed_scale=yarn_logit_factor(config) / math.sqrt(width),
         )

@@ -435,35 +435,35 @@ def sums_in_place(table: Tensor) -> bool:
     return table.device.type in SUMS_IN_PLACE
 
 
-def mix_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums of rows of a table (n, E): rows (m, k) int64, m*k weights; returns (m, E)."""
+def mix_rows(table: Tensor, rows: Tensor, weights: Tensor, num_sums: int) -> Tensor:
+    """Weighted sums, each of k rows of a table (n, E): rows (num_sums * k,) int64, weights as many; (num_sums, E)."""
     if not sums_in_place(table):
-        return torch.bmm(weights.reshape(len(rows), 1, -1), table[rows])[:, 0]
-    starts = torch.arange(0, rows.numel(), rows.shape[1], device=rows.device)
-    return torch.embedding_bag(table, rows.flatten(), starts, False, 0, False, weights.flatten())[0]  # 0: a sum
+        return torch.bmm(weights.view(num_sums, 1, -1), table[rows.view(num_sums, -1)])[:, 0]
+    starts = torch.arange(0, rows.shape[0], rows.shape[0] // num_sums, device=rows.device)
+    return torch.embedding_bag(table, rows, starts, False, 0, False, weights)[0]  # 0: a sum
 
 
 def rows_of_heads(heads: Tensor, num_rows: int) -> Tensor:
-    """(P, num_rows): the rows of heads (P,) in a table that gives each head num_rows of them."""
-    return heads[:, None] * num_rows + torch.arange(num_rows, device=heads.device)
+    """(P * num_rows,): the rows of heads (P,) in a table that gives each head num_rows of them."""
+    return torch.add(torch.arange(num_rows, device=heads.device), heads[:, None], alpha=num_rows).view(-1)
 
 
 def project_few(x: Tensor, weight: Tensor, heads: Tensor) -> Tensor:
     """Project every token for its heads: x (B*T, D), weight (L, D, 3A), heads (P,); returns (P, 3A)."""
+    num_tokens, num_entries = x.shape[0], heads.shape[0]
     if sums_in_place(weight):
-        rows = rows_of_heads(heads, x.shape[1])
-        return mix_rows(weight.flatten(0, 1), rows, x[:, None].expand(-1, len(heads) // len(x), -1))
-    if len(x) == 1:
-        return torch.bmm(x.expand(len(heads), 1, -1), weight.index_select(0, heads)).squeeze(1)
-    entries = heads.view(len(x), -1) * len(x) + torch.arange(len(x), device=heads.device)[:, None]
+        repeated = x[:, None].expand(-1, num_entries // num_tokens, -1).reshape(-1)
+        return mix_rows(weight.flatten(0, 1), rows_of_heads(heads, x.shape[1]), repeated, num_entries)
+    if num_tokens == 1:
+        return torch.bmm(x.expand(num_entries, 1, -1), weight.index_select(0, heads)).squeeze(1)
+    entries = heads.view(num_tokens, -1) * num_tokens + torch.arange(num_tokens, device=heads.device)[:, None]
     return torch.bmm(x.expand(len(weight), -1, -1), weight).flatten(0, 1).index_select(0, entries.flatten())
 
 
 def combine_few(attended: Tensor, weight: Tensor, heads: Tensor, mix: Tensor) -> Tensor:
     """Sum over each token's heads of mix * (attended @ weight): (P, A), (L, A, D), (P,), (B*T, K); returns (B*T, D)."""
-    mixed = (attended * mix.view(-1, 1)).to(attended.dtype)
-    rows = rows_of_heads(heads, weight.shape[1])  # K*A of them a token
-    return mix_rows(weight.flatten(0, 1), rows.view(len(mix), -1), mixed)
+    mixed = (attended * mix.view(-1, 1)).to(attended.dtype).view(-1)
+    return mix_rows(weight.flatten(0, 1), rows_of_heads(heads, weight.shape[1]), mixed, mix.shape[0])
 
 
 def attend_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -484,11 +484,11 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float, 
         return torch.stack([attend_view(x, k[s : s + n], v[s : s + n]) for x, s, n in views])
     slots = entries.first_slots[:, None] + torch.arange(most_keys, device=q.device)
     last = entries.slots[:, None]
-    live = torch.minimum(slots, last)  # dead slots are never read
-    keys = k.index_select(0, live.flatten()).view(*live.shape, -1)
+    live = torch.minimum(slots, last).view(-1)  # dead slots are never read
+    keys = k.index_select(0, live).view(q.shape[0], most_keys, -1)
     scores = torch.bmm(q[:, None] * scale, keys.transpose(1, 2)).to(wide_dtype(q.dtype))[:, 0]
     probs = scores.masked_fill(slots > last, -torch.inf).softmax(dim=-1)
-    return mix_rows(v, live, probs.to(v.dtype))
+    return mix_rows(v, live, probs.to(v.dtype).view(-1), q.shape[0])
 
 
 # ---------------------------------------------------------------------------------------------------- static shapes
