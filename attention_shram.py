@@ -74,6 +74,38 @@ def both_ways(frequencies: tuple[float, ...]) -> tuple[float, ...]:
     return (*(-theta for theta in frequencies), *frequencies)
 
 
+class RotaryConstants(NamedTuple):
+    """frequencies: of both paths, A each, as `apply_rotary` takes them. routed_scale: of the routed path's logits."""
+
+    frequencies: tuple[float, ...]
+    routed_scale: float
+
+    @classmethod
+    def of(cls, config) -> "RotaryConstants":
+        local = rotary_frequencies(config.head_dim, config.local_rope_theta)
+        frequencies = both_ways(local) + both_ways(yarn_frequencies(config))
+        return cls(frequencies, yarn_logit_factor(config) / math.sqrt(config.head_dim))
+
+
+ROTARY_FIELDS = (
+    *("head_dim", "local_rope_theta", "mosrah_rope_theta", "yarn_alpha", "yarn_beta"),
+    *("training_sequence_length", "inference_sequence_length"),
+)
+KEPT_CONSTANTS: dict[tuple, RotaryConstants] = {}
+
+
+def rotary_constants(config) -> RotaryConstants:
+    """`RotaryConstants.of`, kept between calls: of a one-token step it would take a fiftieth."""
+    if torch.compiler.is_compiling():
+        return RotaryConstants.of(config)
+    key = tuple(vars(config)[field] for field in ROTARY_FIELDS)  # an attribute of a configuration costs a microsecond
+    if key not in KEPT_CONSTANTS:
+        if len(KEPT_CONSTANTS) == 64:
+            KEPT_CONSTANTS.clear()
+        KEPT_CONSTANTS[key] = RotaryConstants.of(config)
+    return KEPT_CONSTANTS[key]
+
+
 def rotary_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines (..., A) of positions (...), computed in wide precision, returned in `dtype`."""
     angles = positions[..., None].to(frequencies.dtype) * frequencies
@@ -89,6 +121,7 @@ class TokenRows:
     num_keys: tokens of a row so far, N, padding included.
     local_rotary, routed_rotary: cosines and sines of the positions, (B, 1, T, A) and (B, T, 1, 1, A), made once for
     all layers, as are routed_frequencies, YaRN's, and routed_scale, its factor of the logits over sqrt(A).
+    is_eager: whether the configuration asks for plain attention.
     """
 
     mask: Tensor | None
@@ -99,20 +132,21 @@ class TokenRows:
     routed_rotary: tuple[Tensor, ...] = ()
     routed_frequencies: Any = None
     routed_scale: float = 1.0
+    is_eager: bool = False
 
     def with_rotary(self, config, dtype: torch.dtype) -> "TokenRows":
-        width, local = config.head_dim, rotary_frequencies(config.head_dim, config.local_rope_theta)
-        both = both_ways(local) + both_ways(yarn_frequencies(config))
+        constants = rotary_constants(config)
         # no buffer, so that it survives meta initialisation and `.to(bfloat16)`; once a call, since a GPU's host waits
-        frequencies = torch.tensor(both, dtype=wide_dtype(dtype), device=self.positions.device)
+        frequencies = torch.tensor(constants.frequencies, dtype=wide_dtype(dtype), device=self.positions.device)
         tables = rotary_tables(self.positions, frequencies, dtype)
         local, routed = zip(*(table.chunk(2, dim=-1) for table in tables), strict=True)
         return replace(
             self,
             local_rotary=tuple(table[:, None] for table in local),
             routed_rotary=tuple(table[:, :, None, None] for table in routed),
-            routed_frequencies=frequencies[width:],
-            routed_scale=yarn_logit_factor(config) / math.sqrt(width),
+            routed_frequencies=frequencies.chunk(2)[1],
+            routed_scale=constants.routed_scale,
+            is_eager=config._attn_implementation == "eager",
         )
 
     def span(self, first: int, last: int) -> "TokenRows":
@@ -226,7 +260,7 @@ class SlidingWindowHeads(nn.Module):
         q, k = turn(torch.cat([q, k], dim=1), cos, sin).chunk(2, dim=1)
         key_places = self.key_places(tokens, k, cache) if output_attentions else None  # before the cache is written
         k, v, alive = self.with_window(k, v, tokens, cache)
-        out, probs = self.attend(q, k, v, alive)
+        out, probs = self.attend(q, k, v, alive, tokens.is_eager)
         maps = None
         if key_places is not None and probs is not None:
             maps = probs.new_zeros(*probs.shape[:3], tokens.num_keys)
@@ -250,10 +284,10 @@ class SlidingWindowHeads(nn.Module):
         k, v, seen = cache.update(k, v, tokens.mask, tokens.index)
         return k, v, torch.cat([seen[:, :num_before], alive], dim=1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, alive: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def attend(self, q, k, v, alive: Tensor | None, is_eager: bool) -> tuple[Tensor, Tensor | None]:
         """q: (B, H, T, A); k, v: (B, H, n, A), the last T the chunk's; alive: (B, n), n = W-1+T, or None: all are."""
         dropout, num_queries = self.config.attention_dropout if self.training else 0.0, q.shape[2]
-        if self.config._attn_implementation == "eager":
+        if is_eager:
             alive = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if alive is None else alive
             return softmax_attention(q, k, v, band_mask(alive, num_queries, self.window), dropout=dropout)
         # blocks would fix the number of tokens in a graph
@@ -372,7 +406,7 @@ class MosrahHeads(nn.Module):
             k, v, first_slots, num_keys = cache.update(
                 k, v, packing, tokens.index.flatten().index_select(0, packing.token)
             )
-        attended, probs = self.attend(q, k, v, packing, first_slots, num_keys, tokens.routed_scale)
+        attended, probs = self.attend(q, k, v, packing, first_slots, num_keys, tokens)
         mix = routing.weights.flatten().index_select(0, packing.choice)
         y = combine(attended, out_weight, mix, packing)
         maps = self.scatter_maps(probs, tokens, packing, cache) if output_attentions else None
@@ -391,12 +425,11 @@ class MosrahHeads(nn.Module):
 
     def takes_few(self, tokens: TokenRows) -> bool:
         """Whether `forward_few` serves a call on a cache: short, without gradients, training, padding and maps."""
-        if torch.is_grad_enabled() or self.training or tokens.mask is not None:
+        if torch.is_grad_enabled() or self.training or tokens.mask is not None or tokens.is_eager:
             return False
         num_products = self.qkv_proj.shape[1] * self.qkv_proj.shape[2]
         num_rows, num_tokens = tokens.index.shape
-        fits = fits_few(num_rows, num_tokens, self.num_selected_heads, tokens.num_keys, num_products)
-        return fits and self.config._attn_implementation != "eager"
+        return fits_few(num_rows, num_tokens, self.num_selected_heads, tokens.num_keys, num_products)
 
     def forward_few(self, x: Tensor, tokens: TokenRows, routing: Routing, cache) -> Tensor:
         """The same for a short chunk on a cache: only the chosen heads' entries are touched, nothing is sorted."""
@@ -461,11 +494,11 @@ class MosrahHeads(nn.Module):
             positions = positions if before is None else positions + before[..., None]
         return rotary_tables(positions[..., None], tokens.routed_frequencies, tokens.routed_rotary[0].dtype)
 
-    def attend(self, q, k, v, packing: Packing, first_slots, num_keys, scale: float):
-        dropout = self.config.attention_dropout if self.training else 0.0
+    def attend(self, q, k, v, packing: Packing, first_slots, num_keys, tokens: TokenRows):
+        scale, dropout = tokens.routed_scale, self.config.attention_dropout if self.training else 0.0
         if len(q) == 0:  # a call of padding only
             return q, None
-        if self.config._attn_implementation == "eager":
+        if tokens.is_eager:
             return attend_padded(q, k, v, packing, first_slots, num_keys, scale, dropout, eager=True)
         return attend_routed(q, k, v, packing, first_slots, num_keys, scale, dropout), None
 

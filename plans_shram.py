@@ -69,7 +69,7 @@ def is_watched(*modules: nn.Module) -> bool:
 def by_row_blocks(function: Callable[..., Tensor], *tensors: Tensor, inside: tuple[nn.Module, ...] = ()) -> Tensor:
     """function(*tensors), a function of rows that keeps their width, tensors (..., D); `inside`: modules it calls."""
     x = tensors[0]
-    stays_whole = torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() <= ROW_BLOCK * x.shape[-1]
+    stays_whole = torch.compiler.is_compiling() or not x.is_cpu or x.numel() <= ROW_BLOCK * x.shape[-1]
     if stays_whole or is_watched(*inside):
         return function(*tensors)
     blocks = zip(*(tensor.flatten(0, -2).split(ROW_BLOCK) for tensor in tensors), strict=True)
@@ -100,17 +100,22 @@ def takes_columns(x: Tensor) -> bool:
     return max(x.nbytes, 2 * x.shape[-1] * x.itemsize) <= FEW_COLUMNS_BYTES
 
 
-def is_plain_product(layer: nn.Linear) -> bool:
-    """Whether a call of the layer is a product with its weight, and nobody watches."""
-    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or layer.bias is not None:
-        return False  # an adapter, or a quantized weight, brings its own product
-    return not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer) or has_global_hook())
+def plain_weight(layer: nn.Linear) -> Tensor | None:
+    """The weight, if to call the layer is to multiply by it, and nobody watches."""
+    if type(layer) is not nn.Linear or layer.bias is not None:  # an adapter, for one
+        return None
+    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer) or has_global_hook():
+        return None
+    weight = layer.weight
+    return weight if type(weight) is nn.Parameter else None  # a quantized one brings its own product
 
 
 def apply_linear(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
     """layer(x) of each, faster for few rows on a CPU; no subclass, since libraries quantize nn.Linear's very type."""
-    if takes_columns(x) and all(is_plain_product(layer) for layer in layers):
-        return multiply_columns(x, *(layer.weight for layer in layers))
+    if takes_columns(x):
+        weights = [weight for layer in layers if (weight := plain_weight(layer)) is not None]
+        if len(weights) == len(layers):
+            return multiply_columns(x, *weights)
     return [layer(x) for layer in layers]
 
 

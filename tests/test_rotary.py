@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from shram.attention_shram import rotary_frequencies, yarn_frequencies, yarn_logit_factor
+from shram.attention_shram import (
+    KEPT_CONSTANTS,
+    ROTARY_FIELDS,
+    RotaryConstants,
+    rotary_constants,
+    rotary_frequencies,
+    yarn_frequencies,
+    yarn_logit_factor,
+)
 from tests import reference
 from tests.cases import assert_near, draw_ids
 from tests.support import tiny_config, wide_model
@@ -127,3 +135,27 @@ def test_local_angles_depend_on_distance_alone(case, start):
     ids = draw_ids(1, 9, case)
     far = model(ids, position_ids=torch.arange(start, start + 9)[None], use_cache=False).logits
     assert_near(far, model(ids, use_cache=False).logits, dtype=torch.float32)
+
+
+def test_kept_constants_follow_every_field_of_the_configuration():
+    config = tiny_config(training_sequence_length=16, inference_sequence_length=64)
+    followed = set()
+    for field, value in list(vars(config).items()):
+        if type(value) not in (int, float):
+            continue
+        before = rotary_constants(config)
+        setattr(config, field, 2 * value + 2)
+        expected = RotaryConstants.of(config)
+        assert rotary_constants(config) == expected, field
+        if expected != before:
+            followed.add(field)
+        setattr(config, field, value)
+    assert followed == set(ROTARY_FIELDS)
+
+
+def test_kept_constants_do_not_pile_up():
+    config = tiny_config()
+    for i in range(200):
+        config.local_rope_theta = 100.0 + i
+        assert rotary_constants(config) == RotaryConstants.of(config)
+    assert len(KEPT_CONSTANTS) <= 64
