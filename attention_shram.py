@@ -99,11 +99,12 @@ def rotary_constants(config) -> RotaryConstants:
     if torch.compiler.is_compiling():
         return RotaryConstants.of(config)
     key = tuple(vars(config)[field] for field in ROTARY_FIELDS)  # an attribute of a configuration costs a microsecond
-    if key not in KEPT_CONSTANTS:
-        if len(KEPT_CONSTANTS) == 64:
+    constants = KEPT_CONSTANTS.get(key)
+    if constants is None:
+        if len(KEPT_CONSTANTS) >= 64:
             KEPT_CONSTANTS.clear()
-        KEPT_CONSTANTS[key] = RotaryConstants.of(config)
-    return KEPT_CONSTANTS[key]
+        constants = KEPT_CONSTANTS[key] = RotaryConstants.of(config)
+    return constants
 
 
 def rotary_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
