@@ -119,6 +119,8 @@ def plot(rows: list[dict], file: str, machine: dict) -> None:
         for name in ("llama", "shram"):
             axis.plot([r["length"] for r in chosen], [r[f"{name}_ms"] for r in chosen], marker="o", label=name)
         axis.set(xscale="log", yscale="log", title=phase.replace("_", " "), xlabel="tokens of context", ylabel="ms")
+        axis.set_xticks(lengths := [r["length"] for r in chosen], [f"{length:,}" for length in lengths])
+        axis.xaxis.set_minor_locator(plt.NullLocator())
         axis.legend()
     figure.suptitle(f"{machine['cpu']}, {machine['threads']} thread, {machine['dtype']}")
     figure.savefig(file, dpi=110)
