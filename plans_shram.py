@@ -77,7 +77,8 @@ def by_row_blocks(function: Callable[..., Tensor], *tensors: Tensor, inside: tup
 
 
 # MKL multiplies a weight by two columns in little more than half the time that it takes for one row, and by several
-# columns faster than by as many rows, while they stay within these bytes, half of a first-level cache.
+# columns faster than by as many rows, up to this number and while they fit into these bytes, half a first-level cache.
+FEW_COLUMNS = 8
 FEW_COLUMNS_BYTES = 2**14
 HAS_MKL = torch.backends.mkl.is_available()
 
@@ -97,7 +98,8 @@ def takes_columns(x: Tensor) -> bool:
     """Whether x is so few rows, without gradients."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not (HAS_MKL and x.is_cpu and x.itemsize >= 4):
         return False
-    return max(x.nbytes, 2 * x.shape[-1] * x.itemsize) <= FEW_COLUMNS_BYTES
+    num_elements, width = x.numel(), x.shape[-1]
+    return num_elements <= FEW_COLUMNS * width and max(num_elements, 2 * width) * x.itemsize <= FEW_COLUMNS_BYTES
 
 
 def plain_weight(layer: nn.Linear) -> Tensor | None:

@@ -141,7 +141,7 @@ def test_global_hooks_see_every_layer(taken):
     assert seen == [layer] and not taken
 
 
-def test_columns_are_for_few_rows_of_wide_floats_without_gradients(taken):
+def test_columns_are_for_few_rows_of_wide_floats_without_gradients(taken, monkeypatch):
     layer = nn.Linear(5, 2, bias=False, dtype=torch.float64)
     apply_linear(draw(3, 5), layer)
     with torch.no_grad():
@@ -152,7 +152,12 @@ def test_columns_are_for_few_rows_of_wide_floats_without_gradients(taken):
         for shape in ((1, 5), (3, 1, 5)):
             x = draw(*shape).float()
             assert_near(apply_linear(x, layer)[0], layer(x))
-    assert taken == [(1, 5), (3, 1, 5)]
+        assert taken == [(1, 5), (3, 1, 5)]
+        monkeypatch.setattr(plans_shram, "FEW_COLUMNS_BYTES", 2**20)
+        monkeypatch.setattr(plans_shram, "FEW_COLUMNS", 4)
+        apply_linear(draw(5, 5).float(), layer)
+        apply_linear(draw(4, 5).float(), layer)
+    assert taken == [(1, 5), (3, 1, 5), (4, 5)]
 
 
 def test_a_step_by_columns_and_one_by_rows_give_the_same_logits(monkeypatch):
