@@ -95,10 +95,11 @@ KEPT_CONSTANTS: dict[tuple, RotaryConstants] = {}
 
 
 def rotary_constants(config) -> RotaryConstants:
-    """`RotaryConstants.of`, kept between calls: of a one-token step it would take a fiftieth."""
+    """`RotaryConstants.of`, kept between calls."""
     if torch.compiler.is_compiling():
         return RotaryConstants.of(config)
-    key = tuple(vars(config)[field] for field in ROTARY_FIELDS)  # an attribute of a configuration costs a microsecond
+    values = vars(config)  # an attribute of a configuration costs a microsecond
+    key = tuple(values[field] for field in ROTARY_FIELDS)
     constants = KEPT_CONSTANTS.get(key)
     if constants is None:
         if len(KEPT_CONSTANTS) >= 64:

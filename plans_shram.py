@@ -20,7 +20,7 @@ try:
 except ImportError:
 
     def has_global_hook() -> bool:
-        """Nobody can tell: assume one."""
+        """Unknown here: assume one."""
         return True
 
 
@@ -76,8 +76,8 @@ def by_row_blocks(function: Callable[..., Tensor], *tensors: Tensor, inside: tup
     return torch.cat([function(*rows) for rows in blocks]).view_as(x)
 
 
-# MKL multiplies a weight by two columns in little more than half the time that it takes for one row, and by several
-# columns faster than by as many rows, up to this number and while they fit into these bytes, half a first-level cache.
+# MKL multiplies a weight that comes from memory by two columns in little more than half the time that it takes for one
+# row, and by several columns faster than by as many rows, up to this number and these bytes, half a first-level cache.
 FEW_COLUMNS = 8
 FEW_COLUMNS_BYTES = 2**14
 HAS_MKL = torch.backends.mkl.is_available()
@@ -91,12 +91,16 @@ def multiply_columns(x: Tensor, *weights: Tensor) -> list[Tensor]:
         products = [F.linear(weight, twice).narrow_copy(1, 0, 1) for weight in weights]
     else:
         products = [F.linear(weight, rows).t().contiguous() for weight in weights]
-    return [product.view(*x.shape[:-1], weight.shape[0]) for product, weight in zip(products, weights, strict=True)]
+    shapes = ((*x.shape[:-1], weight.shape[0]) for weight in weights)
+    # detached: a view made without gradients could not be changed in place with them
+    return [product.view(shape).detach() for product, shape in zip(products, shapes, strict=True)]
 
 
 def takes_columns(x: Tensor) -> bool:
-    """Whether x is so few rows, without gradients."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not (HAS_MKL and x.is_cpu and x.itemsize >= 4):
+    """Whether x has few enough rows for `multiply_columns`, and nothing records or casts."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    if not (HAS_MKL and x.is_cpu and x.itemsize >= 4):
         return False
     num_elements, width = x.numel(), x.shape[-1]
     return num_elements <= FEW_COLUMNS * width and max(num_elements, 2 * width) * x.itemsize <= FEW_COLUMNS_BYTES
@@ -104,7 +108,7 @@ def takes_columns(x: Tensor) -> bool:
 
 def plain_weight(layer: nn.Linear) -> Tensor | None:
     """The weight, if to call the layer is to multiply by it, and nobody watches."""
-    if type(layer) is not nn.Linear or layer.bias is not None:  # an adapter, for one
+    if type(layer) is not nn.Linear or layer.bias is not None:  # it may be an adapter's
         return None
     if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer) or has_global_hook():
         return None

@@ -127,6 +127,24 @@ def test_a_layer_that_is_more_than_a_product_is_called_as_it_is(taken, change):
     assert taken == [(3, 5)]
 
 
+def test_one_watched_layer_among_several_keeps_all_of_them_whole(taken):
+    plain, watched = (nn.Linear(5, 2, bias=False, dtype=torch.float64) for _ in range(2))
+    watched.register_forward_hook(lambda module, args, out: 2 * out)
+    x = draw(3, 5)
+    with torch.no_grad():
+        products = apply_linear(x, plain, watched)
+        assert [torch.equal(out, layer(x)) for out, layer in zip(products, (plain, watched), strict=True)] == [True] * 2
+    assert not taken
+
+
+def test_logits_made_without_gradients_may_be_changed_in_place_with_them():
+    model = wide_model(tiny_config()).eval()
+    for num_tokens in (1, 3):
+        with torch.no_grad():
+            logits = model(draw_ids(1, num_tokens)).logits
+        logits.mul_(nn.Parameter(torch.ones(())))
+
+
 def test_linear_layers_are_of_the_one_type_that_libraries_quantize():
     layers = [module for module in wide_model(tiny_config()).modules() if isinstance(module, nn.Linear)]
     assert layers and {type(layer) for layer in layers} == {nn.Linear}
@@ -153,16 +171,24 @@ def test_columns_are_for_few_rows_of_wide_floats_without_gradients(taken, monkey
             x = draw(*shape).float()
             assert_near(apply_linear(x, layer)[0], layer(x))
         assert taken == [(1, 5), (3, 1, 5)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            apply_linear(draw(1, 5).float(), layer)
+        monkeypatch.setattr(plans_shram, "FEW_COLUMNS_BYTES", 2 * 5 * 4 - 1)  # a single row is taken twice
+        apply_linear(draw(1, 5).float(), layer)
         monkeypatch.setattr(plans_shram, "FEW_COLUMNS_BYTES", 2**20)
         monkeypatch.setattr(plans_shram, "FEW_COLUMNS", 4)
         apply_linear(draw(5, 5).float(), layer)
         apply_linear(draw(4, 5).float(), layer)
-    assert taken == [(1, 5), (3, 1, 5), (4, 5)]
+        assert taken == [(1, 5), (3, 1, 5), (4, 5)]
+        monkeypatch.setattr(plans_shram, "HAS_MKL", False)
+        apply_linear(draw(4, 5).float(), layer)
+    assert len(taken) == 3
 
 
 def test_a_step_by_columns_and_one_by_rows_give_the_same_logits(monkeypatch):
     model, ids = wide_model(tiny_config(), 0, torch.float64).eval(), draw_ids(2, 30)
     with torch.no_grad():
+        monkeypatch.setattr(plans_shram, "HAS_MKL", False)
         expected = model(ids, use_cache=False).logits
         by_columns = []
         multiply = plans_shram.multiply_columns
